@@ -1,0 +1,1 @@
+"""How a model becomes layers and stages: discovery, tracing, replay. Knows nothing of processes or devices."""

@@ -1,0 +1,70 @@
+"""Running a model's own forward with its units' calls intercepted and its parameters replaced.
+
+Nothing of this outlives the ``with`` block: the user's module is as it was before.
+"""
+
+from contextlib import contextmanager
+from typing import Any, Callable, Dict, Iterator
+
+import torch
+from torch import nn
+from torch.nn.utils.stateless import _reparametrize_module
+
+from mobius_ds.model.discovery import Units
+
+Handler = Callable[[str, Callable, tuple, dict], Any]
+"""Called in place of a unit's forward with the unit's name, its own forward, and the arguments."""
+
+
+class Entry(nn.Module):
+    """A model with the function through which a forward enters it.
+
+    Args:
+        model: the user's module.
+        function: what to run; by default the model's own forward. Keeping it apart from ``model.forward``
+            lets the engine route the raw module's calls to the pipeline while replay runs the original.
+    """
+
+    def __init__(self, model: nn.Module, function: Callable = None):
+        super().__init__()
+        self.model = model
+        self._function = function or model.forward
+
+    def forward(self, *args, **kwargs):
+        """Runs the function."""
+        return self._function(*args, **kwargs)
+
+    @contextmanager
+    def replaced(self, parameters: Dict[str, torch.Tensor]) -> Iterator[None]:
+        """Replaces some of the model's parameters by other tensors while the block runs.
+
+        Args:
+            parameters: tensors by the parameter's name in the model; a tied one is replaced everywhere.
+        """
+        # The body of torch.func.functional_call, which cannot span a forward and its backward.
+        named = {f"model.{name}": tensor for name, tensor in parameters.items()}
+        with _reparametrize_module(self, named, tie_weights=True):
+            yield
+
+
+@contextmanager
+def intercepted(units: Units, handler: Handler) -> Iterator[None]:
+    """Routes every call of a unit to ``handler`` while the block runs."""
+    saved = {}
+    for name, module in units.modules.items():
+        saved[name] = module.__dict__.get("forward")
+        module.__dict__["forward"] = _routed(handler, name, module.forward)
+    try:
+        yield
+    finally:
+        for name, module in units.modules.items():
+            del module.__dict__["forward"]
+            if saved[name] is not None:
+                module.__dict__["forward"] = saved[name]
+
+
+def _routed(handler: Handler, name: str, forward: Callable) -> Callable:
+    def call(*args, **kwargs):
+        return handler(name, forward, args, kwargs)
+
+    return call
