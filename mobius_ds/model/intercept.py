@@ -4,11 +4,10 @@ Nothing of this outlives the ``with`` block: the user's module is as it was befo
 """
 
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator
+from typing import Any, Callable, Dict, Iterator, List, Tuple
 
 import torch
 from torch import nn
-from torch.nn.utils.stateless import _reparametrize_module
 
 from mobius_ds.model.discovery import Units
 
@@ -29,6 +28,7 @@ class Entry(nn.Module):
         super().__init__()
         self.model = model
         self._function = function or model.forward
+        self.name = getattr(self._function, "__qualname__", repr(self._function))
 
     def forward(self, *args, **kwargs):
         """Runs the function."""
@@ -38,13 +38,28 @@ class Entry(nn.Module):
     def replaced(self, parameters: Dict[str, torch.Tensor]) -> Iterator[None]:
         """Replaces some of the model's parameters by other tensors while the block runs.
 
+        It is what ``torch.func.functional_call`` does, but spans a forward and its backward, and puts back what
+        was there when one module is registered under two names.
+
         Args:
             parameters: tensors by the parameter's name in the model; a tied one is replaced everywhere.
         """
-        # The body of torch.func.functional_call, which cannot span a forward and its backward.
-        named = {f"model.{name}": tensor for name, tensor in parameters.items()}
-        with _reparametrize_module(self, named, tie_weights=True):
+        replaced = []
+        try:
+            for holder, attribute, name in self._places():
+                if name in parameters:
+                    replaced.append((holder, attribute, holder[attribute]))
+                    holder[attribute] = parameters[name]
             yield
+        finally:
+            for holder, attribute, parameter in replaced:
+                holder[attribute] = parameter
+
+    def _places(self) -> List[Tuple[dict, str, str]]:
+        """Where each parameter hangs: a module's own table, the key in it, and the parameter's name in the model."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        return [(module._parameters, attribute, names[id(parameter)]) for module in self.model.modules()
+                for attribute, parameter in module._parameters.items() if parameter is not None]
 
 
 @contextmanager

@@ -8,9 +8,11 @@ by planning and replay.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Dict, FrozenSet, NamedTuple, Tuple, Union
+from typing import Any, Dict, FrozenSet, NamedTuple, Sequence, Tuple, Union
 
 import torch
+
+from mobius_ds.model.errors import WAY_OUT, NotSplittable
 
 
 class TensorSpec(NamedTuple):
@@ -150,3 +152,33 @@ class Span(NamedTuple):
 
     start: int
     stop: int
+
+
+def spans(reference: Program, first_layers: Sequence[int], program: Program) -> Tuple[Span, ...]:
+    """Each stage's calls in ``program``, for a partition that was made for ``reference``.
+
+    The two may differ in the calls around the layers (embeddings given instead of ids), not in the layers.
+
+    Args:
+        first_layers: each stage's first layer, as an index into ``reference.layer_starts()``.
+
+    Raises:
+        NotSplittable: ``program`` does not call a layer at which ``reference`` is cut.
+    """
+    layer_starts = reference.layer_starts()
+    starts = [_same_place(reference, layer_starts[layer], program) for layer in first_layers]
+    return tuple(Span(start, stop) for start, stop in zip(starts, [*starts[1:], program.end]))
+
+
+def _same_place(reference: Program, index: int, program: Program) -> int:
+    if index == 0:
+        return 0
+    if not reference.calls[index].is_layer:  # what comes between or after layers starts where the layer before ends
+        return _same_place(reference, index - 1, program) + 1
+    unit = reference.calls[index].unit
+    occurrence = sum(call.unit == unit for call in reference.calls[:index])
+    places = [place for place, call in enumerate(program.calls) if call.unit == unit]
+    if occurrence >= len(places):
+        raise NotSplittable(f"a stage starts at layer {unit!r}, which this forward does not call, though the first one "
+                            f"did. Every forward must go through the same layers. {WAY_OUT}")
+    return places[occurrence]

@@ -22,7 +22,7 @@ the end of the use that task number k - 2 made of the same memory.
 from collections import defaultdict
 from dataclasses import dataclass
 from enum import Enum
-from typing import Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Dict, List, NamedTuple, Optional, Tuple
 
 from mobius_ds.planning.plan import Plan
 
@@ -120,6 +120,8 @@ class Task(NamedTuple):
 class Schedule:
     """The tasks of one sweep. Tasks of one GPU and stream are listed in their order."""
 
+    name: str
+    """``forward``, ``outputs`` (the last stages of a forward once more) or ``backward``."""
     gpus: int
     tasks: Tuple[Task, ...]
 
@@ -169,34 +171,44 @@ class Volumes:
     """Of the gradients of the boundary activations a stage started from."""
 
 
-def forward_schedule(plan: Plan, home: List[int], volumes: Volumes, first_stage: int = 0) -> Schedule:
+def forward_schedule(plan: Plan, home: List[int], volumes: Volumes) -> Schedule:
     """The forward sweep: every stage runs all microbatches in order and is dropped (paper, section 3.1).
 
     Args:
         home: the GPU whose rank each microbatch belongs to.
-        first_stage: run only the stages from here on, from boundary activations that lie in DRAM.
     """
-    build = _Builder(plan, home)
+    build = _Builder("forward", plan, home)
     for microbatch, gpu in enumerate(home):
         build.add(gpu, Key(Kind.GIVE_INPUTS, None, microbatch), volumes.inputs[microbatch])
+    _run_forward(build, plan, home, volumes, range(plan.stages))
+    return build.schedule()
+
+
+def outputs_schedule(plan: Plan, home: List[int], volumes: Volumes) -> Schedule:
+    """The last stage of a forward sweep once more, from what lies in DRAM, for the outputs it left behind."""
+    build = _Builder("outputs", plan, home)
+    _run_forward(build, plan, home, volumes, range(plan.stages - 1, plan.stages))
+    return build.schedule()
+
+
+def _run_forward(build: "_Builder", plan: Plan, home: List[int], volumes: Volumes, part: range) -> None:
     for gpu in range(plan.gpus):
-        stages = [stage for stage in plan.stages_of(gpu) if stage >= first_stage]
-        build.load_stages(gpu, stages, volumes, Kind.FORWARD, inputs_given=True)
+        stages = [stage for stage in plan.stages_of(gpu) if stage in part]
+        build.load_stages(gpu, stages, volumes, Kind.FORWARD)
         for stage in stages:
             for microbatch in build.microbatches:
                 if stage > 0:
-                    made_before = [Key(Kind.GIVE_ACTIVATIONS, stage - 1, microbatch)] if stage > first_stage else []
                     build.add(gpu, Key(Kind.ACTIVATIONS, stage, microbatch), volumes.received[stage][microbatch],
-                              made_before + build.earlier(Kind.FORWARD, stage, microbatch))
+                              [Key(Kind.GIVE_ACTIVATIONS, stage - 1, microbatch)]
+                              + build.earlier(Kind.FORWARD, stage, microbatch))
                 build.add(gpu, Key(Kind.FORWARD, stage, microbatch), 0,
-                          build.arrivals(gpu, stage, microbatch, stages[0])
+                          build.arrivals(stage, microbatch, stages[0])
                           + build.earlier(Kind.GIVE_ACTIVATIONS, stage, microbatch))
                 build.add(gpu, Key(Kind.GIVE_ACTIVATIONS, stage, microbatch), volumes.made[stage][microbatch],
                           [Key(Kind.FORWARD, stage, microbatch)])
     for microbatch, gpu in enumerate(home):
         build.add(gpu, Key(Kind.OUTPUTS, None, microbatch), volumes.made[-1][microbatch],
                   [Key(Kind.GIVE_ACTIVATIONS, plan.stages - 1, microbatch)])
-    return build.schedule()
 
 
 def backward_schedule(plan: Plan, home: List[int], volumes: Volumes, shared: Dict[int, List[int]]) -> Schedule:
@@ -209,7 +221,7 @@ def backward_schedule(plan: Plan, home: List[int], volumes: Volumes, shared: Dic
         shared: for each stage, the later stages that use some of its parameters. Their gradients are added
             up in DRAM in a fixed order, the last stage's first.
     """
-    build = _Builder(plan, home)
+    build = _Builder("backward", plan, home)
     trained = {stage: [m for m in build.microbatches if volumes.received_gradients[stage][m] > 0
                        and (volumes.weight_gradients[stage] > 0 or volumes.made_gradients[stage][m] > 0)]
                for stage in range(plan.stages)}
@@ -219,7 +231,7 @@ def backward_schedule(plan: Plan, home: List[int], volumes: Volumes, shared: Dic
                       volumes.received_gradients[-1][microbatch])
     for gpu in range(plan.gpus):
         stages = [stage for stage in reversed(plan.stages_of(gpu)) if trained[stage]]
-        build.load_stages(gpu, stages, volumes, Kind.BACKWARD, inputs_given=False, microbatches=trained)
+        build.load_stages(gpu, stages, volumes, Kind.BACKWARD, trained)
         for position, stage in enumerate(stages):
             for order, microbatch in enumerate(trained[stage]):
                 buffers = build.earlier(Kind.BACKWARD, stage, microbatch, trained[stage])
@@ -233,7 +245,7 @@ def backward_schedule(plan: Plan, home: List[int], volumes: Volumes, shared: Dic
                 drained = [Key(Kind.WEIGHT_GRADIENTS, other) for other in stages[:max(0, position - DEPTH + 1)][-1:]
                            if order == 0 and volumes.weight_gradients[other]]
                 build.add(gpu, Key(Kind.BACKWARD, stage, microbatch), 0,
-                          build.arrivals(gpu, stage, microbatch, stages[0])
+                          build.arrivals(stage, microbatch, stages[0])
                           + [Key(Kind.GRADIENTS, stage, microbatch)] + drained
                           + build.earlier(Kind.GIVE_GRADIENTS, stage, microbatch, trained[stage]))
                 if volumes.made_gradients[stage][microbatch]:
@@ -249,7 +261,8 @@ def backward_schedule(plan: Plan, home: List[int], volumes: Volumes, shared: Dic
 class _Builder:
     """Collects tasks and knows the rules both sweeps share."""
 
-    def __init__(self, plan: Plan, home: List[int]):
+    def __init__(self, name: str, plan: Plan, home: List[int]):
+        self._name = name
         self._plan = plan
         self.microbatches = range(len(home))
         self._tasks: List[Task] = []
@@ -257,7 +270,7 @@ class _Builder:
     def add(self, gpu: int, key: Key, nbytes: int, after: Optional[List[Key]] = None) -> None:
         self._tasks.append(Task(key, gpu, nbytes, tuple(after or ())))
 
-    def load_stages(self, gpu: int, stages: List[int], volumes: Volumes, compute: Kind, inputs_given: bool,
+    def load_stages(self, gpu: int, stages: List[int], volumes: Volumes, compute: Kind,
                     microbatches: Optional[Dict[int, List[int]]] = None) -> None:
         """A GPU's weights, one stage after another, and the inputs it needs, once."""
         for position, stage in enumerate(stages):
@@ -268,9 +281,9 @@ class _Builder:
             self.add(gpu, Key(Kind.WEIGHTS, stage), volumes.weights[stage], freed)
         for microbatch in self.microbatches if stages else ():
             self.add(gpu, Key(Kind.INPUTS, stages[0], microbatch), volumes.inputs[microbatch],
-                     [Key(Kind.GIVE_INPUTS, None, microbatch)] if inputs_given else [])
+                     [Key(Kind.GIVE_INPUTS, None, microbatch)])
 
-    def arrivals(self, gpu: int, stage: int, microbatch: int, first_stage: int) -> List[Key]:
+    def arrivals(self, stage: int, microbatch: int, first_stage: int) -> List[Key]:
         """What a stage's compute waits for in either sweep."""
         received = [Key(Kind.ACTIVATIONS, stage, microbatch)] if stage > 0 else []
         return [Key(Kind.WEIGHTS, stage), Key(Kind.INPUTS, first_stage, microbatch)] + received
@@ -283,15 +296,6 @@ class _Builder:
 
     def schedule(self) -> Schedule:
         keys = {task.key for task in self._tasks}
-        # A buffer rule may name a task that has nothing to move and so does not exist.
+        # What a rule names may have nothing to move, or may lie in DRAM since an earlier sweep: no such task exists.
         tasks = (task._replace(after=tuple(key for key in task.after if key in keys)) for task in self._tasks)
-        return Schedule(self._plan.gpus, tuple(tasks))
-
-
-def orders(schedule: Schedule) -> Iterator[Tuple[Task, Tuple[Key, ...]]]:
-    """Each task with everything it waits for: what it names, and its predecessor on the same stream."""
-    last: Dict[Tuple[int, Stream], Key] = {}
-    for task in schedule.tasks:
-        place = (task.gpu, task.stream)
-        yield task, task.after + ((last[place],) if place in last else ())
-        last[place] = task.key
+        return Schedule(self._name, self._plan.gpus, tuple(tasks))

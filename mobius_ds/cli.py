@@ -1,0 +1,33 @@
+"""The ``mobius-ds`` command."""
+
+import argparse
+import sys
+from typing import Optional, Sequence
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> int:
+    """Runs ``mobius-ds ARGUMENTS`` and returns its exit status."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    verb = arguments[0] if arguments else None
+
+    parser = argparse.ArgumentParser(prog="mobius-ds", description="Mobius pipeline training for DeepSpeed")
+    verbs = parser.add_subparsers(metavar="{run,compare}", required=True)
+    verbs.add_parser("run", help="start a training script with DeepSpeed's launcher and this plugin")
+    compare_parser = verbs.add_parser("compare", help="run one script under ZeRO-3 and under Mobius, side by side")
+
+    if verb == "run":
+        # Every option belongs to DeepSpeed's launcher or to the script: argparse would reject or reorder them.
+        from mobius_ds.plugin import launcher
+
+        return launcher.run(arguments[1:])
+    if verb == "compare":
+        from mobius_ds.reporting import compare
+
+        compare.add_arguments(compare_parser)
+        return compare.main(parser.parse_args(arguments))
+    parser.parse_args(arguments)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

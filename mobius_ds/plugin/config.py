@@ -1,0 +1,85 @@
+"""The ``"mobius"`` section of a DeepSpeed config: typed, validated, and off by default."""
+
+import difflib
+import os
+from typing import Any, List, Mapping, Optional, Union
+
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from pydantic import Field, field_validator, model_validator
+
+SECTION = "mobius"
+OVERRIDE_VARIABLE = "MOBIUS_DS"
+
+
+class MobiusConfig(DeepSpeedConfigModel):
+    """Settings of one Mobius run. A key that is left out is chosen automatically."""
+
+    enabled: bool = False
+    """Run this job as a Mobius pipeline instead of ZeRO-3 CPU offload."""
+
+    stages: Optional[int] = Field(None, ge=1)
+    """How many stages the model is cut into. Default: two per rank, at most one per layer."""
+
+    layers_per_stage: Optional[Union[int, List[int]]] = None
+    """Layers in each stage: one number for all stages, or a list with one number per stage."""
+
+    layers: Optional[List[str]] = None
+    """Names of the modules to cut between (shell patterns on the names in ``named_modules()``).
+    Default: the entries of the model's outermost ``nn.ModuleList``s and ``nn.Sequential``s."""
+
+    device_memory_gb: Optional[float] = Field(None, gt=0)
+    """Device memory one rank may use, in GiB. Default: what the device has; unlimited on CPU."""
+
+    timeout_seconds: float = Field(1800.0, gt=0)
+    """How long a rank waits for another one before it gives up with an error that names it."""
+
+    @field_validator("layers_per_stage")
+    @classmethod
+    def _positive_layers(cls, value):
+        counts = [value] if isinstance(value, int) else value or []
+        if any(count < 1 for count in counts):
+            raise ValueError(f"layers_per_stage must be positive, got {value}")
+        return value
+
+    @model_validator(mode="after")
+    def _one_partition(self):
+        if self.stages and isinstance(self.layers_per_stage, list) and len(self.layers_per_stage) != self.stages:
+            raise ValueError(f"layers_per_stage lists {len(self.layers_per_stage)} stages, but stages is {self.stages}; "
+                             "leave one of the two out")
+        if self.stages and isinstance(self.layers_per_stage, int):
+            raise ValueError("stages and layers_per_stage both fix the number of stages; leave one of the two out")
+        return self
+
+
+def mobius_config(ds_config: Mapping[str, Any]) -> MobiusConfig:
+    """Reads the ``mobius`` section of a DeepSpeed config dictionary.
+
+    The environment variable ``MOBIUS_DS`` (``0`` or ``1``) overrides ``enabled``, so that one
+    unchanged config file can be run both ways.
+
+    Raises:
+        ValueError: the section is no dictionary, holds an unknown key or a value of the wrong kind,
+            or the variable is neither ``0`` nor ``1``.
+    """
+    section = ds_config.get(SECTION, {})
+    if not isinstance(section, Mapping):
+        raise ValueError(f"the {SECTION!r} section must be a dictionary such as {{\"enabled\": true}}, got {section!r}")
+    _check_keys(section)
+    config = MobiusConfig(**section)
+    override = os.environ.get(OVERRIDE_VARIABLE)
+    if override is None:
+        return config
+    if override not in ("0", "1"):
+        raise ValueError(f"{OVERRIDE_VARIABLE} must be 0 or 1, got {override!r}")
+    config.enabled = override == "1"
+    return config
+
+
+def _check_keys(section: Mapping[str, Any]) -> None:
+    for key, value in section.items():
+        if key not in MobiusConfig.model_fields:
+            near = difflib.get_close_matches(key, MobiusConfig.model_fields, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"valid keys are {', '.join(MobiusConfig.model_fields)}"
+            raise ValueError(f"unknown key {key!r} in the {SECTION!r} section: {hint}")
+        if value == "auto":  # DeepSpeed's base class would drop it without a word
+            raise ValueError(f"{key!r} in the {SECTION!r} section is \"auto\": leave the key out to have it chosen")

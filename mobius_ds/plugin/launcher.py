@@ -1,0 +1,66 @@
+"""``mobius-ds run``: DeepSpeed's own launcher, with the plugin loaded in every process it starts.
+
+The launcher starts this module instead of the script, and this module runs the script. That works from an
+installed package and from a checkout alike, leaves the ``MOBIUS_DS`` flag alone, and reaches only the ranks. The
+alternative, a ``sitecustomize`` on ``PYTHONPATH``, would hide the user's own one and leak into every subprocess.
+"""
+
+import os
+import runpy
+import site
+import sys
+from pathlib import Path
+from typing import List, Sequence
+
+MODULE_FLAG = "-m"
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs ``deepspeed ARGUMENTS``: launcher options, a script, the script's arguments.
+
+    Returns 0 when every rank ended well; else the launcher exits the process with the status of the one that did not.
+    """
+    from deepspeed.launcher import runner
+
+    _make_importable_in_children()
+    runner.main(_with_plugin(list(arguments), runner.parse_args(list(arguments))))
+    return 0
+
+
+def _with_plugin(arguments: List[str], parsed) -> List[str]:
+    if parsed.no_python:
+        return arguments  # the user's own command, which may be no Python at all
+    script_at = len(arguments) - len(parsed.user_args) - 1
+    options, script = arguments[:script_at], arguments[script_at:]
+    if parsed.module:
+        return options + [__name__, MODULE_FLAG] + script
+    return options + ["--module", __name__] + script
+
+
+def _make_importable_in_children() -> None:
+    """Puts the folder of a checkout on ``PYTHONPATH``; an installed package is found without."""
+    folder = str(Path(__file__).resolve().parents[2])
+    if folder in (site.getusersitepackages(), *site.getsitepackages()):
+        return
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if folder not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([folder, *filter(None, paths)])
+
+
+def run_script(arguments: List[str]) -> None:
+    """Runs one rank: ``[--local_rank=R] [-m] SCRIPT ARGS...`` as Python itself would, the plugin being loaded."""
+    local_rank = [arguments.pop(0)] if arguments[0].startswith("--local_rank=") else []
+    as_module = arguments[0] == MODULE_FLAG
+    script, *rest = arguments[1:] if as_module else arguments
+    sys.argv = [script, *local_rank, *rest]
+    if as_module:
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+        return
+    if not sys.flags.safe_path:
+        # ``python -m`` has put the working directory first, where a script expects its own folder.
+        sys.path[0] = str(Path(script).resolve().parent)
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    run_script(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""How a plan runs: processes, shared memory, devices, the engine."""

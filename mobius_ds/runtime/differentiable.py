@@ -1,0 +1,111 @@
+"""Sweeps as autograd sees them: a forward is one node of the script's graph, its backward one sweep.
+
+So ``engine.backward(loss)``, ``loss.backward()`` and a loss that the script computes itself from returned
+outputs all reach the pipeline, on every rank in the same order.
+"""
+
+from typing import Any, Dict, List, Sequence, Tuple
+
+import torch
+from torch.utils._pytree import tree_unflatten
+
+from mobius_ds.model.program import TensorSpec
+from mobius_ds.runtime.deferred import DeferredTensor
+from mobius_ds.runtime.pipeline import Pipeline
+from mobius_ds.runtime.sweep import Sweep
+
+
+def run(pipeline: Pipeline, args: tuple, kwargs: dict, seed: Tuple[int, int]) -> Any:
+    """Runs this rank's microbatch through the pipeline and returns the model's output, differentiable if grad is on.
+
+    Args:
+        seed: (step, number within the step), for the microbatch's random numbers.
+    """
+    sweep, [(leaves, structure)] = pipeline.forward([(args, kwargs)], [seed])
+    forward = _Forward(pipeline, sweep, torch.is_grad_enabled())
+    return tree_unflatten(forward.leaves(leaves), structure)
+
+
+class _Forward:
+    """One forward of this rank, kept by the graph (and the deferred outputs) that may still need it."""
+
+    def __init__(self, pipeline: Pipeline, sweep: Sweep, differentiable: bool):
+        self._pipeline = pipeline
+        self._sweep = sweep
+        self._differentiable = differentiable
+        self._nodes_to_come = 0
+        self._read: Dict[int, torch.Tensor] = {}
+        self._released = False
+        if not differentiable:
+            self.release()
+
+    def leaves(self, leaves: Sequence[Any]) -> List[Any]:
+        """The output's leaves for the script: tensors in its graph, deferred tensors, plain values."""
+        returned = list(leaves)
+        for index, tensor in self._in_graph(leaves).items():
+            returned[index] = tensor
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, TensorSpec):
+                returned[index] = DeferredTensor(leaf, self._pipeline.device.torch_device, _reader(self, index))
+        return returned
+
+    def read(self, index: int) -> torch.Tensor:
+        """A deferred output. The first read fetches all of them, on all ranks together."""
+        if not self._read:
+            self._released = False
+            with torch.set_grad_enabled(self._differentiable):
+                [(leaves, _)] = self._pipeline.outputs(self._sweep)
+                self._read = self._in_graph(leaves)
+        return self._read[index]
+
+    def backward(self, gradients: Dict[int, torch.Tensor]) -> None:
+        """Runs the backward sweep for some of the outputs' gradients."""
+        if self._released:
+            raise RuntimeError("backward through the same forward a second time: its boundary activations are freed. "
+                               "Pass retain_graph=True to the first backward.")
+        # The loss of a job is the mean over its ranks' losses.
+        self._pipeline.backward(self._sweep, [{leaf: gradient / self._pipeline.world_size
+                                               for leaf, gradient in gradients.items()}])
+        self._nodes_to_come -= 1
+        if self._nodes_to_come <= 0 and not torch._C._autograd._get_current_graph_task_keep_graph():
+            self.release()
+
+    def release(self) -> None:
+        """Lets go of what the pipeline keeps for this forward."""
+        if not self._released:
+            self._released = True
+            self._pipeline.release(self._sweep)
+
+    def __del__(self) -> None:
+        self.release()
+
+    def _in_graph(self, leaves: Sequence[Any]) -> Dict[int, torch.Tensor]:
+        tensors = {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        specs = self._sweep.microbatches[self._pipeline.rank].program.outputs.returns
+        graded = [index for index in tensors if isinstance(specs[index], TensorSpec) and specs[index].requires_grad]
+        if not (self._differentiable and graded):
+            return tensors
+        self._nodes_to_come += 1
+        anchor = torch.empty(0, device=self._pipeline.device.torch_device, requires_grad=True)
+        attached = _Node.apply(anchor, self, {index: tensors[index] for index in graded})
+        return {**tensors, **dict(zip(graded, attached))}
+
+
+def _reader(forward: _Forward, index: int):
+    return lambda: forward.read(index)
+
+
+class _Node(torch.autograd.Function):
+    """A forward's outputs in the script's graph. ``anchor`` is only there to require a gradient."""
+
+    @staticmethod
+    def forward(ctx, anchor: torch.Tensor, forward: _Forward, tensors: Dict[int, torch.Tensor]):
+        ctx.pipelined = forward
+        ctx.leaves = list(tensors)
+        ctx.set_materialize_grads(False)
+        return tuple(tensors.values())
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        ctx.pipelined.backward({leaf: gradient for leaf, gradient in zip(ctx.leaves, gradients) if gradient is not None})
+        return None, None, None

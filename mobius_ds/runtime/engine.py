@@ -1,0 +1,257 @@
+"""The engine: what ``deepspeed.initialize`` returns when the config enables Mobius.
+
+A ``DeepSpeedEngine`` whose module runs as a pipeline. Config, optimizers, schedulers, monitors, timers and data
+loaders are DeepSpeed's own; this file replaces what moves parameters and gradients.
+"""
+
+import functools
+from typing import Any, Dict, Iterator, List, Optional, Tuple
+
+import torch
+import torch.distributed as torch_distributed
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import logger
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from mobius_ds.model.program import TensorSpec
+from mobius_ds.plugin.config import mobius_config
+from mobius_ds.runtime import differentiable
+from mobius_ds.runtime.ledger import Bytes
+from mobius_ds.runtime.optimizer import MobiusOptimizer
+from mobius_ds.runtime.pipeline import Pipeline
+
+
+class MobiusEngine(DeepSpeedEngine):
+    """DeepSpeed's engine API on top of a Mobius pipeline.
+
+    Raises:
+        NotSplittable: the model has no layers to cut between.
+        OutOfMemory: DRAM does not hold the model and its training state.
+        ValueError: the config asks for what Mobius does not do.
+    """
+
+    def __init__(self, *args: Any, config: Any = None, config_class: Any = None, **kwargs: Any):
+        self.mobius = mobius_config(config)
+        _refuse_what_mobius_does_not_do(config_class)
+        # The parameters stay in DRAM; only their stages' copies reach the device.
+        super().__init__(*args, config=config, config_class=config_class, dont_change_device=True, **kwargs)
+        self.enable_backward_allreduce = False
+
+    # The model.
+
+    def _configure_distributed_model(self, model: nn.Module) -> None:
+        super()._configure_distributed_model(model)
+        layers = None
+        self._loss_function = None
+        if isinstance(model, PipelineModule):
+            layers = _pipeline_layers(model)
+            self._loss_function = functools.partial(_with_loss, model.forward, model.loss_fn) if model.loss_fn else None
+        self.pipeline = Pipeline(model, self.mobius, self.global_rank, self.world_size, self.device,
+                                 self._exchange, layers)
+        self._forwards: Dict[bool, int] = {}
+        self._forwards_step = -1
+        original = model.forward
+
+        # The raw module's calls reach the pipeline as well: evaluation loops often call it.
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return differentiable.run(self.pipeline, args, kwargs, self._next_seed())
+
+        model.__dict__["forward"] = forward
+
+    def _exchange(self, content: Any) -> List[Any]:
+        # Gloo, whatever the job's own backend is: these are objects on the host.
+        group = torch_distributed.new_group(backend="gloo") if torch_distributed.is_initialized() else None
+        gathered = [None] * self.world_size
+        torch_distributed.all_gather_object(gathered, content, group=group)
+        return gathered
+
+    def _broadcast_model(self) -> None:
+        """The pipeline takes the first rank's values for all."""
+
+    def _next_seed(self) -> Tuple[int, int]:
+        """(step, number of the forward within the step); forwards without gradients are counted apart."""
+        if self._forwards_step != self.global_steps:
+            self._forwards, self._forwards_step = {}, self.global_steps
+        graded = torch.is_grad_enabled()
+        number = self._forwards.get(graded, 0)
+        self._forwards[graded] = number + 1
+        return self.global_steps, number if graded else -1 - number
+
+    # What DeepSpeed asks before it does things of its own.
+
+    def zero_optimization(self) -> bool:
+        """True: the optimizer is wrapped."""
+        return True
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """False: every rank sees whole parameters."""
+        return False
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """False: gradients live in the node's store."""
+        return False
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        """True: masters and moments live in DRAM."""
+        return True
+
+    def zero_force_ds_cpu_optimizer(self) -> bool:
+        """False: any torch optimizer works on the masters."""
+        return False
+
+    def zero_allow_untested_optimizer(self) -> bool:
+        """True: any torch optimizer works on the masters."""
+        return True
+
+    # The optimizer.
+
+    def get_optimizer_configuration(self, optimizer_parameters: Dict[str, Any], adam_w_mode: bool,
+                                    allow_legacy_fallback: bool = False):
+        """DeepSpeed's CPU Adam, or torch's where its extension cannot be built."""
+        chosen = super().get_optimizer_configuration(dict(optimizer_parameters), adam_w_mode, allow_legacy_fallback)
+        if not optimizer_parameters.get("torch_adam", False):
+            try:
+                from deepspeed.ops.op_builder import CPUAdamBuilder
+                CPUAdamBuilder().load()
+            except Exception as error:  # whatever a compiler run can raise
+                logger.warning(f"Mobius: DeepSpeedCPUAdam cannot be built ({error}); using torch's Adam, which is slower.")
+                optimizer_parameters["torch_adam"] = True
+                chosen = super().get_optimizer_configuration(dict(optimizer_parameters), adam_w_mode)
+        for key in ("torch_adam", "fp32_optimizer_states"):
+            optimizer_parameters.pop(key, None)
+        return chosen
+
+    def _configure_zero_optimizer(self, optimizer: Optional[torch.optim.Optimizer]) -> Optional[MobiusOptimizer]:
+        if optimizer is None:
+            return None
+        return MobiusOptimizer(optimizer, self.pipeline, dict(self.module.named_parameters()), self.gradient_clipping())
+
+    # Whole batches at once.
+
+    def train_batch(self, data_iter: Optional[Iterator] = None) -> torch.Tensor:
+        """Trains on one batch: all its micro-batches go through the pipeline in one sweep.
+
+        Args:
+            data_iter: yields micro-batches: for a ``PipelineModule`` (inputs, labels), otherwise the arguments of
+                the module, as a tuple or a dict. Default: the engine's own data loader.
+
+        Returns:
+            The mean loss over micro-batches and ranks.
+        """
+        assert self.optimizer is not None, "must provide optimizer during init in order to use train_batch"
+        count = self.gradient_accumulation_steps()
+        self.tput_timer.start()
+        with torch.enable_grad():
+            sweep, losses = self._run_batch(data_iter, count)
+            leaf = next(index for index, spec in enumerate(sweep.microbatches[0].program.outputs.returns)
+                        if isinstance(spec, TensorSpec) and spec.requires_grad)
+            self.pipeline.backward(sweep, [{leaf: torch.full_like(loss, 1 / (count * self.world_size))}
+                                           for loss in losses])
+        self.pipeline.release(sweep)
+        self._take_model_step(None)
+        self.micro_steps += count
+        self.tput_timer.stop(global_step=True, report_speed=self.global_rank == 0)
+        loss = self._mean(losses)
+        if self.monitor.enabled and self.global_rank == 0:
+            self.monitor.write_events([("Train/Samples/train_loss", loss.item(), self.global_samples),
+                                       ("Train/Samples/lr", self.get_lr()[0], self.global_samples)])
+        return loss
+
+    def eval_batch(self, data_iter: Iterator, num_micro_batches: Optional[int] = None) -> torch.Tensor:
+        """The mean loss over one batch's micro-batches and over ranks, without training."""
+        training = self.module.training
+        self.module.eval()
+        with torch.no_grad():
+            sweep, losses = self._run_batch(data_iter, num_micro_batches or self.gradient_accumulation_steps())
+        self.pipeline.release(sweep)
+        self.module.train(training)
+        return self._mean(losses)
+
+    def _run_batch(self, data_iter: Optional[Iterator], count: int):
+        if data_iter is None:
+            if self._data_iterator is None:
+                self._data_iterator = _repeating(self.training_dataloader)
+            data_iter = self._data_iterator
+        batches = [self._arguments(next(data_iter)) for _ in range(count)]
+        sweep, outputs = self.pipeline.forward(batches, [self._next_seed() for _ in batches], self._loss_function)
+        losses = []
+        for leaves, _ in outputs:
+            scalars = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.numel() == 1]
+            if not scalars:
+                raise ValueError("train_batch and eval_batch need a model that returns its loss: give the PipelineModule "
+                                 "a loss_fn, or return a scalar first.")
+            losses.append(scalars[0])
+        return sweep, losses
+
+    _data_iterator: Optional[Iterator] = None
+
+    def _arguments(self, batch: Any) -> Tuple[tuple, dict]:
+        batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), batch)
+        if isinstance(batch, dict):
+            return (), batch
+        return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})
+
+    def _mean(self, losses: List[torch.Tensor]) -> torch.Tensor:
+        mine = [loss.detach().float().item() for loss in losses]
+        everyones = [loss for part in self.pipeline.step("the mean loss of a batch", mine) for loss in part]
+        return torch.tensor(sum(everyones) / len(everyones), device=self.device)
+
+    # Figures.
+
+    def take_traffic(self) -> Bytes:
+        """Bytes this rank's GPU moved since the last call, by category."""
+        return self.pipeline.device.ledger.take()
+
+    def take_predicted_traffic(self) -> Bytes:
+        """What the schedules said about the same bytes."""
+        return self.pipeline.take_predicted()
+
+    def peak_device_bytes(self) -> int:
+        """The most device memory this rank has used."""
+        return self.pipeline.device.peak_bytes()
+
+    def host_bytes_per_node(self) -> int:
+        """DRAM of the node's shared store."""
+        return self.pipeline.host_bytes()
+
+    # The rest of its life.
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Optional[Dict[str, Any]]:
+        if self.global_rank != 0:
+            return None
+        return self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+
+    def destroy(self) -> None:
+        """Leaves the pipeline; the module works on its own again, on CPU."""
+        pipeline = self.__dict__.pop("pipeline", None)
+        if pipeline is not None:
+            self.module.__dict__.pop("forward", None)
+            pipeline.close()
+        super().destroy()
+
+
+def _refuse_what_mobius_does_not_do(config: Any) -> None:
+    if config.float16_config.enabled:
+        raise ValueError("Mobius trains in fp32 and bf16. Set \"fp16\": {\"enabled\": false} and "
+                         "\"bf16\": {\"enabled\": true}, or \"mobius\": {\"enabled\": false}.")
+
+
+def _pipeline_layers(model: PipelineModule) -> List[nn.Module]:
+    if model._grid.get_pipe_parallel_world_size() > 1:
+        raise ValueError("this PipelineModule is already cut into "
+                         f"{model._grid.get_pipe_parallel_world_size()} stages, each rank holding its own layers only. "
+                         "Under Mobius build it with num_stages=1: the stages come from the \"mobius\" section.")
+    model.activation_checkpoint_interval = 0  # a stage is recomputed anyway
+    return [layer for layer in model.forward_funcs if isinstance(layer, nn.Module)]
+
+
+def _with_loss(forward: Any, loss_fn: Any, inputs: Any, labels: Any) -> Any:
+    return loss_fn(forward(inputs), labels)
+
+
+def _repeating(loader: Any) -> Iterator:
+    while True:
+        yield from loader

@@ -1,0 +1,39 @@
+"""The ledger: the record of every byte that crossed a GPU's host link."""
+
+import threading
+from typing import Dict
+
+CATEGORIES = ("parameters_in", "gradients_out", "activations_in", "activations_out", "other")
+"""What a transferred byte was: weights arriving at a GPU, weight gradients leaving it, boundary
+activations and their gradients in either direction, and everything else (a microbatch's inputs)."""
+
+Bytes = Dict[str, int]
+"""Bytes by category; every category is a key."""
+
+
+def no_bytes() -> Bytes:
+    """An empty count."""
+    return dict.fromkeys(CATEGORIES, 0)
+
+
+class Ledger:
+    """Counts bytes by category where they are moved. Streams of one rank may add at the same time."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._bytes = no_bytes()
+
+    def add(self, category: str, nbytes: int) -> None:
+        """Records one transfer of ``nbytes`` bytes.
+
+        Raises:
+            KeyError: ``category`` is not one of ``CATEGORIES``.
+        """
+        with self._lock:
+            self._bytes[category] += nbytes
+
+    def take(self) -> Bytes:
+        """Returns what was counted since the last call, and starts again from zero."""
+        with self._lock:
+            taken, self._bytes = self._bytes, no_bytes()
+        return taken

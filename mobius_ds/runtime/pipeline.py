@@ -1,0 +1,359 @@
+"""The pipeline: turns the ranks' forwards and backwards into sweeps.
+
+Every method that is a step of the pipeline is called by all ranks in the same order. It starts with a gather,
+which tells everyone what the sweep is made of, and shows that every rank has finished the sweep before: what
+that one left in DRAM can be freed.
+"""
+
+import hashlib
+from typing import Any, Callable, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple
+
+import psutil
+import torch
+from deepspeed.utils import logger
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from mobius_ds.model.discovery import find_units
+from mobius_ds.model.intercept import Entry
+from mobius_ds.model.program import Program, TensorSpec, plain, spans
+from mobius_ds.model.trace import trace
+from mobius_ds.planning.plan import InfeasiblePlan, Plan, make_plan
+from mobius_ds.planning.schedule import DEPTH, Schedule, backward_schedule, forward_schedule, outputs_schedule
+from mobius_ds.plugin.config import MobiusConfig
+from mobius_ds.runtime.device import GIB, Device
+from mobius_ds.runtime.errors import OutOfMemory, OutOfStep
+from mobius_ds.runtime.executor import Executor, Outputs
+from mobius_ds.runtime.ledger import Bytes, Ledger, no_bytes
+from mobius_ds.runtime.mailbox import Mailbox
+from mobius_ds.runtime.random import forked_generators, mixed
+from mobius_ds.runtime.shared_memory import ActivationStore, Placed
+from mobius_ds.runtime.slots import gradient_groups
+from mobius_ds.runtime.store import Layout, ParameterStore
+from mobius_ds.runtime.sweep import (Microbatch, Sweep, TensorSlot, returned_leaves, sharing_stages, stage_parameters,
+                                     volumes)
+
+Batch = Tuple[tuple, dict]
+"""The arguments of one forward."""
+
+
+class Announcement(NamedTuple):
+    """What a rank tells the others of one of its microbatches."""
+
+    signature: str
+    program: Optional[Program]
+    """Only the first time this rank meets the signature."""
+    leaves: Tuple[Any, ...]
+    structure: Any
+    input_bytes: int
+    seed: int
+
+
+class Pipeline:
+    """One rank's end of the pipeline.
+
+    Args:
+        model: the user's module, its parameters already in compute dtype, the same on every rank. Their data
+            moves into the node's shared store.
+        exchange: gathers one object from every rank, in rank order; used while nothing else connects them.
+        layers: the layers themselves, for models that list them.
+
+    Raises:
+        NotSplittable: the model has no layers.
+        OutOfMemory: DRAM does not hold the model.
+    """
+
+    def __init__(self, model: nn.Module, config: MobiusConfig, rank: int, world_size: int, device: torch.device,
+                 exchange: Callable[[Any], List[Any]], layers: Optional[Sequence[nn.Module]] = None):
+        self.rank = rank
+        self.world_size = world_size
+        self.config = config
+        self.plan: Optional[Plan] = None
+        self.units = find_units(model, config.layers, layers)
+        self.device = Device(device, Ledger(), _budget(config, device))
+        self.mailbox = Mailbox(rank, world_size, exchange, config.timeout_seconds)
+        self.activations = ActivationStore(rank, self.device.register)
+        self.store = self._adopt(model)
+        self.seed = self.mailbox.gather("initialize", torch.initial_seed())[0]
+        self._model = model
+        self._forward = model.forward
+        self._entries: Dict[Callable, Entry] = {}
+        self._programs: Dict[str, Program] = {}
+        self._traced: set = set()
+        self._reference: Optional[Program] = None
+        self._executor: Optional[Executor] = None
+        self._sweeps: Dict[int, Sweep] = {}
+        self._next_sweep = 0
+        self._released: List[int] = []
+        self._release_counts: Dict[int, int] = {}
+        self._garbage: List[Placed] = []
+        self._contributed: FrozenSet[str] = frozenset()
+        self._predicted = no_bytes()
+        self.keep_outputs = False
+
+    def _adopt(self, model: nn.Module) -> ParameterStore:
+        """Moves the parameters into the store: the first rank's values, seen by all."""
+        layout = Layout(model.named_parameters())
+        if self.rank == 0:
+            _check_dram(layout)
+        store = ParameterStore(layout, None, self.device.register) if self.rank == 0 else None
+        handles = self.mailbox.gather("initialize", store.handles if store else None)[0]
+        store = store or ParameterStore(layout, handles, self.device.register)
+        for name, parameter in model.named_parameters():
+            if self.rank == 0:
+                store.weight(name).copy_(parameter.data)
+            parameter.data = store.weight(name)
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(self.device.torch_device)
+        self.mailbox.gather("initialize", None)
+        for name in layout.trained(layout.entries) if self.rank == 0 else ():
+            if layout.entries[name].dtype != torch.float32:
+                store.master(name).copy_(store.weight(name))
+        self.mailbox.gather("initialize", None)
+        return store
+
+    # Sweeps.
+
+    def forward(self, batches: Sequence[Batch], seeds: Sequence[Tuple[int, int]],
+                function: Optional[Callable] = None) -> Tuple[Sweep, List[Outputs]]:
+        """Runs this rank's microbatches, and everybody else's, through all stages.
+
+        Args:
+            batches: this rank's microbatches; every rank gives equally many.
+            seeds: (step, number within the step) of each, for its random numbers.
+            function: what to run instead of the model's own forward.
+
+        Returns:
+            The sweep, for its backward, and this rank's outputs.
+        """
+        function = function or self._forward
+        entry = self._entries.setdefault(function, Entry(self._model, function))
+        flat = [tree_flatten(batch) for batch in batches]
+        tensors = [[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] for leaves, _ in flat]
+        with self.mailbox.told():
+            announced = [self._announce(entry, batch, leaves, structure, seed)
+                         for batch, (leaves, structure), seed in zip(batches, flat, seeds)]
+        gathered = self._gather("forward", announced)
+        if len({len(announcements) for announcements in gathered}) > 1:
+            raise OutOfStep(f"the ranks gave {[len(a) for a in gathered]} microbatches to one forward; give equally many")
+        for announcement in (a for announcements in gathered for a in announcements if a.program is not None):
+            self._programs.setdefault(announcement.signature, announcement.program)
+        # Microbatch i of rank r is number i*N + r: the order in which N times as many ranks would have them.
+        ordered = [(home, announcements[i]) for i in range(len(batches)) for home, announcements in enumerate(gathered)]
+        if self.plan is None:
+            self._make_plan(ordered)
+        sweep = self._sweep(entry, ordered)
+        schedule = forward_schedule(self.plan, sweep.home, volumes(self.plan, sweep, self.store.layout))
+        self._predict(schedule)
+        return sweep, self._executor.forward(sweep, schedule, tensors)
+
+    def outputs(self, sweep: Sweep) -> List[Outputs]:
+        """Runs the last stage of a forward again, for the outputs that were left behind; from now on they are kept."""
+        if sweep.number in self._released:  # its backward is done, but nothing of it is freed before the next gather
+            self._released.remove(sweep.number)
+        elif sweep.number not in self._sweeps:
+            raise RuntimeError("this forward's outputs were left behind and are gone by now. Read them before the "
+                               "optimizer step once; from then on every forward keeps them.")
+        self._gather("reading the outputs of a forward", sweep.number)
+        self.keep_outputs = True
+        for microbatch in sweep.microbatches:
+            microbatch.returned = returned_leaves(microbatch.program, everything=True)
+        schedule = outputs_schedule(self.plan, sweep.home, volumes(self.plan, sweep, self.store.layout))
+        self._predict(schedule)
+        return self._executor.forward(sweep, schedule, [])
+
+    def backward(self, sweep: Sweep, gradients: Sequence[Dict[int, torch.Tensor]]) -> None:
+        """Runs a forward's backward; weight gradients add up in the store until ``start_accumulation``.
+
+        Args:
+            gradients: for each of this rank's microbatches, gradients by output leaf.
+        """
+        gathered = self._gather("backward", (sweep.number, [frozenset(given) for given in gradients]))
+        if {number for number, _ in gathered} != {sweep.number}:
+            raise OutOfStep("the ranks run the backward of different forwards: "
+                            + ", ".join(f"rank {rank} of forward {number}" for rank, (number, _) in enumerate(gathered)))
+        given = [leaves[i] for i in range(len(gradients)) for _, leaves in gathered]
+        layout = self.store.layout
+        schedule = backward_schedule(self.plan, sweep.home, volumes(self.plan, sweep, layout, given),
+                                     sharing_stages(self.plan, sweep, layout))
+        self._predict(schedule)
+        self._garbage += self._executor.backward(sweep, schedule, gradients, self._contributed)
+        stages = {task.key.stage for task in schedule.tasks if task.category == "gradients_out"}
+        self._contributed |= {name for stage in stages for name in layout.trained(sweep.stage_parameters[stage])}
+
+    def release(self, sweep: Sweep) -> None:
+        """Says that this rank needs nothing of a forward any more. It is freed once every rank has said so."""
+        self._released.append(sweep.number)
+
+    def step(self, call: str, content: Any) -> List[Any]:
+        """Gathers one object from every rank, in rank order, between sweeps."""
+        return self._gather(call, content)
+
+    # Gradients and parameters, for the optimizer.
+
+    def owned(self) -> Tuple[str, ...]:
+        """The trained parameters this rank updates: those whose first stage is one of its own."""
+        owner = self._owners()
+        return tuple(name for name in self.store.layout.trained(self.store.layout.entries)
+                     if owner.get(name, 0) == self.rank)
+
+    def gradient(self, name: str) -> torch.Tensor:
+        """An owned parameter's accumulated fp32 gradient; zeros where no backward reached it, as under ZeRO-3."""
+        gradient = self.store.gradient(name)
+        return gradient if name in self._contributed else gradient.zero_()
+
+    def start_accumulation(self) -> None:
+        """Forgets the accumulated gradients: the next backward overwrites them."""
+        self._contributed = frozenset()
+
+    def _owners(self) -> Dict[str, int]:
+        if self._reference is None:
+            return {}
+        cut = spans(self._reference, self.plan.first_layers(), self._reference)
+        owner: Dict[str, int] = {}
+        for stage, span in enumerate(cut):
+            for name in self._reference.parameters_of(*span, self.units.parameters):
+                owner.setdefault(name, self.plan.gpu_of_stage[stage])
+        return owner
+
+    # Figures.
+
+    def take_predicted(self) -> Bytes:
+        """The bytes of this rank's tasks in the schedules run since the last call."""
+        taken, self._predicted = self._predicted, no_bytes()
+        return taken
+
+    def host_bytes(self) -> int:
+        """DRAM of this node's store and of this rank's activations."""
+        return self.store.nbytes + self.activations.nbytes
+
+    def close(self) -> None:
+        """Leaves the pipeline. The module keeps its parameters."""
+        self.mailbox.close()
+        self.device.close()
+        self.activations.close()
+        self.store.close()
+
+    # How.
+
+    def _gather(self, call: str, content: Any) -> List[Any]:
+        released, self._released = self._released, []
+        gathered = self.mailbox.gather(call, (released, content))
+        for placed in self._garbage:
+            self.activations.free(placed)
+        self._garbage = []
+        for numbers, _ in gathered:
+            for number in numbers:
+                self._release_counts[number] = self._release_counts.get(number, 0) + 1
+                if self._release_counts[number] == self.world_size:
+                    del self._release_counts[number]
+                    for placed in self._sweeps.pop(number).placed_here:
+                        self.activations.free(placed)
+        return [content for _, content in gathered]
+
+    def _announce(self, entry: Entry, batch: Batch, leaves: List[Any], structure: Any,
+                  seed: Tuple[int, int]) -> Announcement:
+        if torch.is_grad_enabled() and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+            raise ValueError("an input of the model requires a gradient, which Mobius would not hand back. Detach it, or "
+                             "make what computes it part of the model.")
+        described = [TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else repr(plain(leaf)) for leaf in leaves]
+        signature = hashlib.sha256(repr((described, str(structure), self._model.training, torch.is_grad_enabled(),
+                                         torch.is_autocast_enabled(self.device.torch_device.type),
+                                         entry.name)).encode()).hexdigest()
+        program = None
+        if signature not in self._traced:
+            self._traced.add(signature)
+            with forked_generators(self.device):
+                program = self._programs.get(signature) or trace(entry, self.units, *batch, self.device.torch_device)
+        count = 0
+        shipped = []
+        for leaf in leaves:
+            shipped.append(TensorSlot(count) if isinstance(leaf, torch.Tensor) else leaf)
+            count += isinstance(leaf, torch.Tensor)
+        nbytes = sum(leaf.numel() * leaf.dtype.itemsize for leaf in leaves if isinstance(leaf, torch.Tensor))
+        step, number = seed
+        return Announcement(signature, program, tuple(shipped), structure, nbytes,
+                            mixed(self.seed, step, number * self.world_size + self.rank))
+
+    def _sweep(self, entry: Entry, ordered: Sequence[Tuple[int, Announcement]]) -> Sweep:
+        everything = self.keep_outputs or not torch.is_grad_enabled()
+        microbatches = []
+        for home, announcement in ordered:
+            program = self._programs[announcement.signature]
+            microbatches.append(Microbatch(
+                home, announcement.leaves, announcement.structure, announcement.input_bytes, announcement.seed, program,
+                spans(self._reference, self.plan.first_layers(), program), returned_leaves(program, everything)))
+        sweep = Sweep(self._next_sweep, entry, microbatches, stage_parameters(self.plan, microbatches, self.units.parameters))
+        self._sweeps[sweep.number] = sweep
+        self._next_sweep += 1
+        return sweep
+
+    def _predict(self, schedule: Schedule) -> None:
+        for category, nbytes in schedule.bytes_by_category(self.rank).items():
+            self._predicted[category] += nbytes
+
+    # The plan.
+
+    def _make_plan(self, ordered: Sequence[Tuple[int, Announcement]]) -> None:
+        """Plans from the first forward's program, the same on every rank."""
+        self._reference = self._programs[ordered[0][1].signature]
+        needs = self._stage_needs(sum(announcement.input_bytes for _, announcement in ordered))
+        budget = self.device.budget
+
+        def shortfall(partition: Tuple[int, ...]) -> int:
+            return 0 if budget is None else max(need for _, need in needs(partition)) - budget
+
+        plan = make_plan(len(self._reference.layer_starts()), self.world_size, self.config.stages,
+                         self.config.layers_per_stage, shortfall)
+        if shortfall(plan.layers_per_stage) > 0:
+            largest, need = max(needs(plan.layers_per_stage), key=lambda pair: pair[1])
+            cut = spans(self._reference, plan.first_layers(), self._reference)[largest]
+            units = [call.unit for call in self._reference.calls[cut.start:cut.stop]]
+            raise InfeasiblePlan(
+                f"stage {largest} ({units[0]} to {units[-1]}) needs {need / GIB:.3f} GiB of device memory for two slots, "
+                f"their gradients and boundary activations, but the budget is {budget / GIB:.3f} GiB: "
+                f"{(need - budget) / GIB:.3f} GiB are missing. Use more stages or fewer layers_per_stage, smaller "
+                f"micro-batches, or raise \"mobius\": {{\"device_memory_gb\": ...}}.")
+        self.plan = plan
+        self._executor = Executor(self.rank, plan, self.units, self.device, self.mailbox, self.activations, self.store)
+        if self.rank == 0:
+            logger.info(f"Mobius: {len(self._reference.layer_starts())} layers in {plan.stages} stages on "
+                        f"{plan.gpus} GPUs: {plan}")
+
+    def _stage_needs(self, input_bytes: int):
+        """What each stage of a partition needs of a device, while another one of its size is being copied in."""
+        reference, layout = self._reference, self.store.layout
+        starts = reference.layer_starts()
+
+        def needs(partition: Tuple[int, ...]) -> List[Tuple[int, int]]:
+            plan = make_plan(len(starts), self.world_size, layers_per_stage=partition)
+            found = []
+            for stage, span in enumerate(spans(reference, plan.first_layers(), reference)):
+                names = reference.parameters_of(*span, self.units.parameters)
+                gradients = sum(4 * group.elements for group in gradient_groups(layout, names))
+                boundary = 2 * (reference.boundary_bytes(span.start) + reference.boundary_bytes(span.stop))
+                found.append((stage, DEPTH * (layout.weights(names).nbytes + gradients + boundary) + input_bytes))
+            return found
+
+        return needs
+
+
+def _budget(config: MobiusConfig, device: torch.device) -> Optional[int]:
+    if config.device_memory_gb is not None:
+        return int(config.device_memory_gb * GIB)
+    if device.type == "cpu":
+        return None
+    free, _ = getattr(torch, device.type).mem_get_info(device)
+    return int(free * 0.9)  # the rest is for the framework's own context and fragments
+
+
+def _check_dram(layout: Layout) -> None:
+    available = psutil.virtual_memory().available
+    # Adam's two moments are as large as the masters; they come on top when the first step is made.
+    need = layout.host_bytes + 2 * layout.full_bytes
+    if need > available:
+        raise OutOfMemory(f"training this model needs {need / GIB:.2f} GiB of DRAM for weights, fp32 masters, gradients and "
+                          f"optimizer moments, but only {available / GIB:.2f} GiB are available. Use a machine with more "
+                          "DRAM, freeze parameters, or train a smaller model.")

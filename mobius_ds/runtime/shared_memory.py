@@ -1,0 +1,188 @@
+"""Memory that all ranks of a node map: anonymous files, of which nothing is left when their processes end."""
+
+import mmap
+import os
+from typing import Dict, List, NamedTuple, Tuple
+
+import torch
+
+from mobius_ds.runtime.errors import PipelineError
+
+ALIGNMENT = 64
+"""Bytes. Every tensor starts on a cache line, which is also what vectorised copies want."""
+
+
+def aligned(nbytes: int) -> int:
+    """``nbytes`` rounded up to the alignment."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class Handle(NamedTuple):
+    """How another process of the node finds a region."""
+
+    pid: int
+    fd: int
+    nbytes: int
+
+
+class Region:
+    """One anonymous shared file, mapped.
+
+    A file in memory (memfd) rather than a name under /dev/shm, which containers often cap, and which would
+    stay behind when a process is killed. Its pages are taken from DRAM when they are first written.
+    """
+
+    def __init__(self, fd: int, nbytes: int, handle: Handle):
+        self._fd = fd
+        self.nbytes = nbytes
+        self.handle = handle
+
+    @classmethod
+    def create(cls, name: str, nbytes: int) -> "Region":
+        """Makes a region of ``nbytes`` zeros. ``name`` shows in /proc/<pid>/maps."""
+        fd = os.memfd_create(f"mobius_ds:{name}", os.MFD_CLOEXEC)
+        nbytes = max(nbytes, mmap.PAGESIZE)
+        os.ftruncate(fd, nbytes)
+        return cls(fd, nbytes, Handle(os.getpid(), fd, nbytes))
+
+    @classmethod
+    def open(cls, handle: Handle) -> "Region":
+        """Opens a region of another process of this node and user.
+
+        Raises:
+            PipelineError: the other process cannot be reached through /proc.
+        """
+        path = f"/proc/{handle.pid}/fd/{handle.fd}"
+        try:
+            return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), handle.nbytes, handle)
+        except OSError as error:
+            raise PipelineError(f"cannot open the shared memory of process {handle.pid} ({path}: {error}). All ranks "
+                                "must run as one user on one node, in one process namespace.") from error
+
+    def map(self) -> torch.Tensor:
+        """Maps the region: bytes, shape ``[nbytes]``. Each call is a mapping of its own."""
+        return torch.frombuffer(mmap.mmap(self._fd, self.nbytes), dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Gives up the file; mappings stay valid until their tensors are gone."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class Block(NamedTuple):
+    """A piece of a rank's arena, addressable from every rank."""
+
+    rank: int
+    segment: int
+    offset: int
+    nbytes: int
+
+
+SEGMENT_BYTES = 64 * 2**20
+
+
+class Arena:
+    """One rank's part of the activation store: a growing list of regions with a free list.
+
+    Only the owner allocates and frees. Training repeats its sizes, so freed blocks are kept by size.
+    """
+
+    def __init__(self, rank: int):
+        self._rank = rank
+        self._segments: List[Region] = []
+        self._used: List[int] = []
+        self._free: Dict[int, List[Block]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes handed out so far, freed ones included."""
+        return sum(self._used)
+
+    def allocate(self, nbytes: int) -> Block:
+        """A block of at least ``nbytes`` bytes, aligned."""
+        size = aligned(max(nbytes, 1))
+        if self._free.get(size):
+            return self._free[size].pop()._replace(nbytes=nbytes)
+        if not self._segments or self._used[-1] + size > self._segments[-1].nbytes:
+            self._segments.append(Region.create(f"activations of rank {self._rank}", max(size, SEGMENT_BYTES)))
+            self._used.append(0)
+        block = Block(self._rank, len(self._segments) - 1, self._used[-1], nbytes)
+        self._used[-1] += size
+        return block
+
+    def free(self, block: Block) -> None:
+        """Takes a block back."""
+        self._free.setdefault(aligned(max(block.nbytes, 1)), []).append(block)
+
+    def handle(self, segment: int) -> Handle:
+        """How other ranks open one of the segments."""
+        return self._segments[segment].handle
+
+    def region(self, segment: int) -> Region:
+        """One of the segments."""
+        return self._segments[segment]
+
+    def close(self) -> None:
+        """Gives up all files."""
+        for region in self._segments:
+            region.close()
+
+
+class Placed(NamedTuple):
+    """A tensor in an arena: where it lies and what it is. Travels between ranks in a message."""
+
+    block: Block
+    handle: Handle
+    shape: Tuple[int, ...]
+    stride: Tuple[int, ...]
+    dtype: torch.dtype
+
+
+class ActivationStore:
+    """Boundary activations and whatever else ranks hand each other, in DRAM."""
+
+    def __init__(self, rank: int, on_map=lambda tensor: None):
+        """``on_map`` is called with every newly mapped segment, to register it with the device."""
+        self._rank = rank
+        self._arena = Arena(rank)
+        self._mapped: Dict[Tuple[int, int], torch.Tensor] = {}
+        self._on_map = on_map
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's arena."""
+        return self._arena.nbytes
+
+    def place(self, tensor: torch.Tensor) -> Placed:
+        """Room for a tensor like ``tensor``; its elements are copied by whoever moves them."""
+        stride = _dense_stride(tensor)
+        block = self._arena.allocate(tensor.numel() * tensor.dtype.itemsize)
+        return Placed(block, self._arena.handle(block.segment), tuple(tensor.shape), stride, tensor.dtype)
+
+    def view(self, placed: Placed) -> torch.Tensor:
+        """The placed tensor itself, in DRAM, from any rank."""
+        block = placed.block
+        key = (block.rank, block.segment)
+        if key not in self._mapped:
+            region = self._arena.region(block.segment) if block.rank == self._rank else Region.open(placed.handle)
+            self._mapped[key] = region.map()
+            self._on_map(self._mapped[key])
+            if block.rank != self._rank:
+                region.close()
+        flat = self._mapped[key][block.offset:block.offset + block.nbytes].view(placed.dtype)
+        return flat.as_strided(placed.shape, placed.stride, flat.storage_offset())
+
+    def free(self, placed: Placed) -> None:
+        """Takes the room back; only on the rank that placed it."""
+        self._arena.free(placed.block)
+
+    def close(self) -> None:
+        """Gives up this rank's files and its mappings."""
+        self._mapped.clear()
+        self._arena.close()
+
+
+def _dense_stride(tensor: torch.Tensor) -> Tuple[int, ...]:
+    """The strides of a dense copy that keeps the order of dimensions, so that kernels see the same layout."""
+    return torch.empty_like(tensor, device="meta").stride()

@@ -1,0 +1,188 @@
+"""The model's home in DRAM: one copy per node of weights, fp32 masters and gradients, mapped by every rank.
+
+The layout follows the order of the model's parameters, layers in order, so the parameters of a stage are a
+few contiguous pieces (*extents*), usually one, and are copied as such.
+"""
+
+import ctypes
+import ctypes.util
+import mmap
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
+
+import torch
+from torch import nn
+
+from mobius_ds.runtime.shared_memory import ALIGNMENT, Handle, Region, aligned
+
+
+class Extent(NamedTuple):
+    """A contiguous piece ``[start, stop)`` of a region, in bytes."""
+
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its length."""
+        return self.stop - self.start
+
+
+def merged(pieces: Iterable[Extent]) -> Tuple[Extent, ...]:
+    """Joins pieces that touch; what lies between two is only alignment when it is shorter than that."""
+    extents: List[Extent] = []
+    for piece in sorted(pieces):
+        if extents and piece.start - extents[-1].stop < ALIGNMENT:
+            extents[-1] = Extent(extents[-1].start, max(extents[-1].stop, piece.stop))
+        else:
+            extents.append(piece)
+    return tuple(extents)
+
+
+class Slot(NamedTuple):
+    """Where a set of parameters lies in a region and in a buffer that holds just them."""
+
+    extents: Tuple[Extent, ...]
+    """Pieces of the region, in the buffer one after another."""
+    nbytes: int
+    """Size of the buffer."""
+    moved: int
+    """Bytes that a copy of all the extents moves."""
+
+
+def packed(pieces: Iterable[Extent]) -> Slot:
+    """Lays pieces of a region into one buffer, each extent aligned."""
+    extents = merged(pieces)
+    return Slot(extents, sum(aligned(extent.nbytes) for extent in extents), sum(extent.nbytes for extent in extents))
+
+
+def offset_in(slot: Slot, position: int) -> int:
+    """Where a region's byte ``position`` lies in the slot's buffer."""
+    start = 0
+    for extent in slot.extents:
+        if extent.start <= position < max(extent.stop, extent.start + 1):
+            return start + position - extent.start
+        start += aligned(extent.nbytes)
+    raise KeyError(position)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where one parameter lies."""
+
+    shape: Tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    weight: Extent
+    """Its piece of the weights, in its own dtype."""
+    full: Extent
+    """Its piece of the fp32 regions (masters, gradients); empty when frozen."""
+
+
+class Layout:
+    """Where every parameter of a model lies."""
+
+    def __init__(self, parameters: Iterable[Tuple[str, nn.Parameter]]):
+        self.entries: Dict[str, Entry] = {}
+        weight = full = 0
+        for name, parameter in parameters:
+            count = parameter.numel()
+            trained = count * 4 if parameter.requires_grad else 0
+            self.entries[name] = Entry(tuple(parameter.shape), parameter.dtype, parameter.requires_grad,
+                                       Extent(weight, weight + count * parameter.dtype.itemsize),
+                                       Extent(full, full + trained))
+            weight, full = weight + aligned(count * parameter.dtype.itemsize), full + aligned(trained)
+        self.weight_bytes = weight
+        self.full_bytes = full
+        self.needs_masters = any(entry.trainable and entry.dtype != torch.float32 for entry in self.entries.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """DRAM for weights, masters and gradients."""
+        return self.weight_bytes + self.full_bytes * (2 if self.needs_masters else 1)
+
+    def weights(self, names: Iterable[str]) -> Slot:
+        """The weights of some parameters."""
+        return packed(self.entries[name].weight for name in names)
+
+    def trained(self, names: Iterable[str]) -> Tuple[str, ...]:
+        """Those of some parameters that are trained."""
+        return tuple(name for name in names if self.entries[name].trainable)
+
+
+class ParameterStore:
+    """The shared regions of one model.
+
+    Args:
+        layout: the same on every rank.
+        handles: the regions made by the first rank, or None on the first rank itself.
+        on_map: called with each mapping that copies to the device read, to register it.
+    """
+
+    def __init__(self, layout: Layout, handles: Optional[Dict[str, Handle]] = None,
+                 on_map: Callable[[torch.Tensor], Any] = lambda tensor: None):
+        self.layout = layout
+        sizes = {"weights": layout.weight_bytes, "gradients": layout.full_bytes}
+        if layout.needs_masters:
+            sizes["masters"] = layout.full_bytes
+        self._regions = {name: Region.open(handles[name]) if handles else Region.create(name, size)
+                         for name, size in sizes.items()}
+        # The weights are mapped twice: once for the module's parameters and once for copies to the device. On
+        # a GPU nothing computes from the first, and on CPU a test can take its pages away to prove the same.
+        self._module_weights = self._regions["weights"].map()
+        self.wire_weights = self._regions["weights"].map()
+        self._gradients = self._regions["gradients"].map()
+        self._masters = self._regions["masters"].map() if layout.needs_masters else None
+        on_map(self.wire_weights)
+
+    @property
+    def handles(self) -> Dict[str, Handle]:
+        """How other ranks open the same regions."""
+        return {name: region.handle for name, region in self._regions.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """DRAM of all regions, once per node."""
+        return sum(region.nbytes for region in self._regions.values())
+
+    def weight(self, name: str) -> torch.Tensor:
+        """A parameter's weights in its own dtype."""
+        return self._view(self._module_weights, self.layout.entries[name].weight, name, self.layout.entries[name].dtype)
+
+    def master(self, name: str) -> torch.Tensor:
+        """A trained parameter's fp32 values; the weights themselves when they are fp32."""
+        if self.layout.entries[name].dtype == torch.float32:
+            return self.weight(name)
+        return self._view(self._masters, self.layout.entries[name].full, name, torch.float32)
+
+    def gradient(self, name: str) -> torch.Tensor:
+        """A trained parameter's accumulated fp32 gradient."""
+        return self._view(self._gradients, self.layout.entries[name].full, name, torch.float32)
+
+    def _view(self, region: torch.Tensor, extent: Extent, name: str, dtype: torch.dtype) -> torch.Tensor:
+        return region[extent.start:extent.stop].view(dtype).view(self.layout.entries[name].shape)
+
+    @contextmanager
+    def unreadable_weights(self) -> Iterator[None]:
+        """Makes any touch of the module's own parameters a segmentation fault while the block runs.
+
+        For tests: on CPU a device tensor and a DRAM tensor look alike, so code that would mix devices on a
+        GPU goes unnoticed otherwise.
+        """
+        _protect(self._module_weights, 0)
+        try:
+            yield
+        finally:
+            _protect(self._module_weights, mmap.PROT_READ | mmap.PROT_WRITE)
+
+    def close(self) -> None:
+        """Gives up the files; the module's parameters keep their mapping."""
+        for region in self._regions.values():
+            region.close()
+
+
+def _protect(mapping: torch.Tensor, protection: int) -> None:
+    libc = ctypes.CDLL(ctypes.util.find_library("c"), use_errno=True)
+    if libc.mprotect(ctypes.c_void_p(mapping.data_ptr()), ctypes.c_size_t(mapping.numel()), protection) != 0:
+        raise OSError(ctypes.get_errno(), "mprotect failed")
