@@ -48,7 +48,7 @@ class WorkStream:
         self._queue.put((work, tuple(after), event))
 
     def synchronize(self) -> None:
-        """Blocks this stream's thread until the device has done what was issued to it so far."""
+        """Blocks the calling thread until the device has done what was issued to this stream so far."""
         if self.on_device is not None:
             self.on_device.synchronize()
 
@@ -150,6 +150,11 @@ class Device:
         """Copies a device tensor to a host tensor of the same shape and dtype."""
         into.copy_(tensor, non_blocking=True)
         self.ledger.add(category, into.numel() * into.dtype.itemsize)
+
+    def finish_copies(self) -> None:
+        """Blocks until every copy issued so far is done. Compute goes on."""
+        for stream in self.streams.values():
+            stream.synchronize()
 
     def used_by(self, tensor: torch.Tensor, stream: Stream) -> torch.Tensor:
         """Tells the allocator that a tensor made on one stream is used on another."""

@@ -81,6 +81,7 @@ class Pipeline:
         self._programs: Dict[str, Program] = {}
         self._traced: set = set()
         self._reference: Optional[Program] = None
+        self._owner: Dict[str, int] = {}
         self._executor: Optional[Executor] = None
         self._sweeps: Dict[int, Sweep] = {}
         self._next_sweep = 0
@@ -195,9 +196,8 @@ class Pipeline:
 
     def owned(self) -> Tuple[str, ...]:
         """The trained parameters this rank updates: those whose first stage is one of its own."""
-        owner = self._owners()
         return tuple(name for name in self.store.layout.trained(self.store.layout.entries)
-                     if owner.get(name, 0) == self.rank)
+                     if self._owner.get(name, 0) == self.rank)
 
     def gradient(self, name: str) -> torch.Tensor:
         """An owned parameter's accumulated fp32 gradient; zeros where no backward reached it, as under ZeRO-3."""
@@ -207,16 +207,6 @@ class Pipeline:
     def start_accumulation(self) -> None:
         """Forgets the accumulated gradients: the next backward overwrites them."""
         self._contributed = frozenset()
-
-    def _owners(self) -> Dict[str, int]:
-        if self._reference is None:
-            return {}
-        cut = spans(self._reference, self.plan.first_layers(), self._reference)
-        owner: Dict[str, int] = {}
-        for stage, span in enumerate(cut):
-            for name in self._reference.parameters_of(*span, self.units.parameters):
-                owner.setdefault(name, self.plan.gpu_of_stage[stage])
-        return owner
 
     # Figures.
 
@@ -239,6 +229,8 @@ class Pipeline:
     # How.
 
     def _gather(self, call: str, content: Any) -> List[Any]:
+        # Being here tells the others that this rank reads nothing of an earlier sweep any more.
+        self.device.finish_copies()
         released, self._released = self._released, []
         gathered = self.mailbox.gather(call, (released, content))
         for placed in self._garbage:
@@ -317,6 +309,9 @@ class Pipeline:
                 f"{(need - budget) / GIB:.3f} GiB are missing. Use more stages or fewer layers_per_stage, smaller "
                 f"micro-batches, or raise \"mobius\": {{\"device_memory_gb\": ...}}.")
         self.plan = plan
+        for stage, span in enumerate(spans(self._reference, plan.first_layers(), self._reference)):
+            for name in self._reference.parameters_of(*span, self.units.parameters):
+                self._owner.setdefault(name, plan.gpu_of_stage[stage])
         self._executor = Executor(self.rank, plan, self.units, self.device, self.mailbox, self.activations, self.store)
         if self.rank == 0:
             logger.info(f"Mobius: {len(self._reference.layer_starts())} layers in {plan.stages} stages on "
