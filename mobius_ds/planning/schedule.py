@@ -5,7 +5,7 @@ each GPU and each of its streams, the tasks in the order in which they run, with
 category of those bytes, and the tasks they wait for. The executor runs it, the simulator plays it, the
 report adds it up.
 
-Each GPU has five streams, each with its reason:
+Each GPU has six streams, each with its reason:
 
 - ``compute`` runs the layers.
 - ``prefetch`` copies weights in. A copy waits for a slot, that is for compute.
@@ -13,6 +13,7 @@ Each GPU has five streams, each with its reason:
   with ``prefetch`` each would wait for the other's reason.
 - ``store`` copies activations and their gradients out. Another GPU waits for each copy.
 - ``offload`` copies weight gradients out. Nobody waits for them, so they must not delay ``store``.
+- ``update`` runs the optimizer on the CPU, beside all of these.
 
 Note [two of each]. A GPU holds two stages' weights (slots), two stages' weight gradients, and per stage two
 microbatches' boundary activations on the way in and two on the way out. Task number k therefore waits for
@@ -38,6 +39,7 @@ class Stream(str, Enum):
     LOAD = "load"
     STORE = "store"
     OFFLOAD = "offload"
+    UPDATE = "update"
 
 
 class Kind(str, Enum):
@@ -65,16 +67,26 @@ class Kind(str, Enum):
     """Copy the gradients of a stage's boundary activations out to DRAM."""
     WEIGHT_GRADIENTS = "D"
     """Copy a stage's weight gradients out to DRAM."""
+    RECOMPUTE = "C"
+    """Run a stage's forward again before its backward, where a schedule separates the two."""
+    UPDATE = "U"
+    """Run the optimizer, on the CPU, for the parameters whose first stage this is."""
+    GATHER = "Q"
+    """Collect a layer's weights on every GPU from all GPUs' shards; ``microbatch`` is the GPU's own."""
+    REDUCE = "E"
+    """Reduce a layer's weight gradients over all GPUs, each keeping its shard in DRAM."""
 
 
 STREAM_OF = {
-    Kind.FORWARD: Stream.COMPUTE, Kind.BACKWARD: Stream.COMPUTE, Kind.WEIGHTS: Stream.PREFETCH,
+    Kind.FORWARD: Stream.COMPUTE, Kind.BACKWARD: Stream.COMPUTE, Kind.RECOMPUTE: Stream.COMPUTE,
+    Kind.UPDATE: Stream.UPDATE, Kind.WEIGHTS: Stream.PREFETCH, Kind.GATHER: Stream.PREFETCH, Kind.REDUCE: Stream.OFFLOAD,
     Kind.INPUTS: Stream.LOAD, Kind.ACTIVATIONS: Stream.LOAD, Kind.OUTPUTS: Stream.LOAD, Kind.GRADIENTS: Stream.LOAD,
     Kind.GIVE_INPUTS: Stream.STORE, Kind.GIVE_ACTIVATIONS: Stream.STORE, Kind.GIVE_GRADIENTS: Stream.STORE,
     Kind.GIVE_OUTPUT_GRADIENTS: Stream.STORE, Kind.WEIGHT_GRADIENTS: Stream.OFFLOAD,
 }
 CATEGORY_OF = {
-    Kind.WEIGHTS: "parameters_in", Kind.WEIGHT_GRADIENTS: "gradients_out",
+    Kind.WEIGHTS: "parameters_in", Kind.GATHER: "parameters_in",
+    Kind.WEIGHT_GRADIENTS: "gradients_out", Kind.REDUCE: "gradients_out",
     Kind.ACTIVATIONS: "activations_in", Kind.GRADIENTS: "activations_in", Kind.OUTPUTS: "activations_in",
     Kind.GIVE_ACTIVATIONS: "activations_out", Kind.GIVE_GRADIENTS: "activations_out",
     Kind.GIVE_OUTPUT_GRADIENTS: "activations_out", Kind.INPUTS: "other", Kind.GIVE_INPUTS: "other",

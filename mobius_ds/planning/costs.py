@@ -1,0 +1,120 @@
+"""What a task costs on a topology: compute seconds from the profile, bytes over the links they cross.
+
+Links are named: ``("in", gpu)`` and ``("out", gpu)`` are a GPU's own link towards and away from it,
+``("root in", root)`` and ``("root out", root)`` what a root complex's GPUs share, ``("peer", gpu)`` a GPU's
+connection to the others where there is one, and ``("update",)`` the DRAM bandwidth of the CPU optimizer.
+"""
+
+from typing import Callable, Dict, Sequence, Tuple
+
+from mobius_ds.planning.plan import Plan
+from mobius_ds.planning.profile import LayerProfile, ModelProfile
+from mobius_ds.planning.schedule import Kind, Task
+from mobius_ds.planning.simulator import Cost, Link
+from mobius_ds.planning.topology import Topology
+
+UPDATE_BYTES_PER_PARAMETER = 30
+"""DRAM bytes Adam touches: master and two moments read and written in fp32, gradient read, 16-bit weight written."""
+
+Costs = Callable[[Task], Cost]
+
+
+def bandwidths(topology: Topology) -> Dict[Link, float]:
+    """Bytes/s of every link of a topology."""
+    links: Dict[Link, float] = {("update",): topology.update_bandwidth}
+    for gpu, bandwidth in enumerate(topology.link_bandwidth):
+        links["in", gpu] = links["out", gpu] = bandwidth
+        if topology.peer_bandwidth is not None:
+            links["peer", gpu] = topology.peer_bandwidth
+    for root, bandwidth in enumerate(topology.root_bandwidth):
+        links["root in", root] = links["root out", root] = bandwidth
+    return links
+
+
+def to_gpu(topology: Topology, gpu: int, nbytes: float) -> Tuple[Tuple[Link, float], ...]:
+    """The links from DRAM to a GPU."""
+    return (("in", gpu), nbytes), (("root in", topology.root_of[gpu]), nbytes)
+
+
+def to_dram(topology: Topology, gpu: int, nbytes: float) -> Tuple[Tuple[Link, float], ...]:
+    """The links from a GPU to DRAM."""
+    return (("out", gpu), nbytes), (("root out", topology.root_of[gpu]), nbytes)
+
+
+def speed(topology: Topology, gpu: int) -> float:
+    """How fast a GPU is, relative to the topology's first one, for which profiles are made."""
+    return topology.gpus[gpu].flops / topology.gpus[0].flops
+
+
+def mobius_costs(profile: ModelProfile, topology: Topology, plan: Plan) -> Costs:
+    """Costs of the tasks of Mobius' sweeps. Each transfer's bytes are the task's own."""
+    stages = [profile.layers[first:first + count] for first, count in zip(plan.first_layers(), plan.layers_per_stage)]
+    update_bytes = sum(layer.gradient_bytes for layer in profile.layers) or 1
+    trained = UPDATE_BYTES_PER_PARAMETER * profile.parameters / update_bytes
+
+    def cost(task: Task) -> Cost:
+        kind, stage = task.key.kind, task.key.stage
+        if kind is Kind.FORWARD:
+            return Cost(sum(layer.forward_seconds for layer in stages[stage]) / speed(topology, task.gpu))
+        if kind is Kind.BACKWARD:
+            return Cost(sum(layer.backward_seconds for layer in stages[stage]) / speed(topology, task.gpu))
+        if kind is Kind.UPDATE:
+            touched = trained * sum(layer.gradient_bytes for layer in stages[stage])
+            return Cost(0.0, ((("update",), touched),))
+        outward = task.category == "gradients_out" or task.key.kind.name.startswith("GIVE_")
+        return Cost(0.0, (to_dram if outward else to_gpu)(topology, task.gpu, task.nbytes))
+
+    return cost
+
+
+def zero3_costs(layers: Sequence[LayerProfile], topology: Topology) -> Costs:
+    """Costs of ZeRO-3 offload's tasks.
+
+    A gather brings a GPU its own shard from DRAM and the others' from them, and makes it forward what the ring
+    asks of it; a reduction the other way round. Between GPUs bytes cross the direct connection where there is one,
+    and otherwise the links of both GPUs through DRAM.
+    """
+    others = (topology.size - 1) / topology.size
+
+    def between(gpu: int, nbytes: float) -> Tuple[Tuple[Link, float], ...]:
+        if topology.peer_bandwidth is not None:
+            return ((("peer", gpu), nbytes),)
+        return to_gpu(topology, gpu, nbytes) + to_dram(topology, gpu, nbytes)
+
+    def cost(task: Task) -> Cost:
+        kind, gpu = task.key.kind, task.gpu
+        if kind is Kind.FORWARD:
+            return Cost(layers[task.key.stage].forward_seconds / speed(topology, gpu))
+        if kind is Kind.BACKWARD:
+            return Cost(layers[task.key.stage].backward_seconds / speed(topology, gpu))
+        shard = (to_gpu if kind is Kind.GATHER else to_dram)(topology, gpu, task.nbytes / topology.size)
+        return Cost(0.0, _summed(shard + between(gpu, others * task.nbytes)))
+
+    return cost
+
+
+def pipeline_costs(profile: ModelProfile, topology: Topology, plan: Plan) -> Costs:
+    """Costs of a pipeline whose stages stay on their GPUs: a hop goes out to DRAM and in again, or directly."""
+    stages = [profile.layers[first:first + count] for first, count in zip(plan.first_layers(), plan.layers_per_stage)]
+
+    def cost(task: Task) -> Cost:
+        kind, stage = task.key.kind, task.key.stage
+        if kind is Kind.FORWARD:
+            return Cost(sum(layer.forward_seconds for layer in stages[stage]) / speed(topology, task.gpu))
+        if kind is Kind.BACKWARD:
+            return Cost(sum(layer.backward_seconds for layer in stages[stage]) / speed(topology, task.gpu))
+        target = stage + 1 if kind is Kind.GIVE_ACTIVATIONS else stage - 1
+        boundary = stages[min(stage, target)][-1].boundary_bytes
+        if topology.peer_bandwidth is not None:
+            return Cost(0.0, ((("peer", task.gpu), boundary),))
+        return Cost(0.0, to_dram(topology, task.gpu, boundary)
+                    + to_gpu(topology, plan.gpu_of_stage[target], boundary))
+
+    return cost
+
+
+def _summed(crossing: Sequence[Tuple[Link, float]]) -> Tuple[Tuple[Link, float], ...]:
+    total: Dict[Link, float] = {}
+    for link, nbytes in crossing:
+        total[link] = total.get(link, 0.0) + nbytes
+    return tuple(total.items())
