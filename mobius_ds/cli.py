@@ -11,9 +11,10 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     verb = arguments[0] if arguments else None
 
     parser = argparse.ArgumentParser(prog="mobius-ds", description="Mobius pipeline training for DeepSpeed")
-    verbs = parser.add_subparsers(metavar="{run,compare}", required=True)
+    verbs = parser.add_subparsers(metavar="{run,compare,topology}", required=True)
     verbs.add_parser("run", help="start a training script with DeepSpeed's launcher and this plugin")
     compare_parser = verbs.add_parser("compare", help="run one script under ZeRO-3 and under Mobius, side by side")
+    topology_parser = verbs.add_parser("topology", help="show this machine's GPUs and links, or a known server's")
 
     if verb == "run":
         # Every option belongs to DeepSpeed's launcher or to the script: argparse would reject or reorder them.
@@ -25,6 +26,11 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
 
         compare.add_arguments(compare_parser)
         return compare.main(parser.parse_args(arguments))
+    if verb == "topology":
+        from mobius_ds.reporting import topology_table
+
+        topology_table.add_arguments(topology_parser)
+        return topology_table.main(parser.parse_args(arguments))
     parser.parse_args(arguments)
     return 0
 

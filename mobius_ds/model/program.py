@@ -102,6 +102,8 @@ class Program:
     """One forward of the model. The last entry of ``calls`` is the return of the model itself (unit ``""``)."""
 
     calls: Tuple[Call, ...]
+    overwritten: FrozenSet[Value] = frozenset()
+    """Values that are written into after the call that makes them (an activation in place, ``x += bias``)."""
 
     @property
     def end(self) -> int:

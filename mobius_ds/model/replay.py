@@ -11,9 +11,10 @@ depends on the call and the microbatch and not on where the model is cut, and re
 the same mask again.
 """
 
+from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, Iterator, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -35,6 +36,14 @@ class Handover:
     """Boundary activations made by this stage and needed later; the ones only passed through are not here."""
     outputs: Optional[Tuple[list, Any]] = None
     """The model's output as leaves and structure, from the last stage."""
+
+    def detached(self) -> "Handover":
+        """The same without the graph behind it."""
+        values = {value: tensor.detach() for value, tensor in self.values.items()}
+        if self.outputs is None:
+            return Handover(values)
+        leaves, structure = self.outputs
+        return Handover(values, ([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure))
 
 
 class _LeaveForward(BaseException):
@@ -59,7 +68,7 @@ def replayed(entry: Entry, units: Units, program: Program, span: Span, parameter
         NotSplittable: the model made other calls, or values of other shapes, than when it was traced.
     """
     replay = _Replay(program, span, received, reseed)
-    stand_ins = _stand_ins(entry, units, parameters)
+    stand_ins = _stand_ins(entry, parameters)
     with intercepted(units, replay.call), entry.replaced({**stand_ins, **parameters}):
         reseed(0)
         try:
@@ -68,17 +77,15 @@ def replayed(entry: Entry, units: Units, program: Program, span: Span, parameter
             pass
         else:
             replay.returned(outputs)
-        replay.done = True
+        replay.finish()
         yield replay.handover
 
 
-def _stand_ins(entry: Entry, units: Units, parameters: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
-    """Zeros for the parameters outside layers that this stage lacks: the model's code may mention them in passing."""
+def _stand_ins(entry: Entry, parameters: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
+    """Zeros for the parameters that this stage lacks: the model's code may mention them in passing."""
     device = next((tensor.device for tensor in parameters.values()), None)
-    in_layers = {name for layer in units.layers for name in units.parameters[layer]}
     return {name: torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
-            for name, parameter in entry.model.named_parameters()
-            if name not in parameters and name not in in_layers}
+            for name, parameter in entry.model.named_parameters() if name not in parameters}
 
 
 class _Replay:
@@ -91,28 +98,45 @@ class _Replay:
         self._reseed = reseed
         self._wanted = frozenset(program.live(span.stop))
         self._index = 0
+        self._ran: Dict[str, List[int]] = defaultdict(list)
+        self._done = False
         self.handover = Handover()
-        self.done = False
 
     def call(self, unit: str, forward: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs, bypasses or ends at one call."""
-        if self.done:
-            return forward(*args, **kwargs)
+        if self._done:
+            return self._run_again(unit, forward, args, kwargs)
         index, self._index = self._index, self._index + 1
-        if index == self._span.stop:
+        if self._span.stop <= index and self._span.stop < self._program.end:
             raise _LeaveForward
         self._check(unit, index)
         if index < self._span.start:
             outputs = self._bypass(index, args, kwargs)
         else:
             self._reseed(2 * index)
-            outputs = forward(*args, **kwargs)
-            self._keep(index, outputs)
+            outputs = self._kept(index, forward(*args, **kwargs))
+            self._ran[unit].append(index)
         self._reseed(2 * index + 1)
         return outputs
 
+    def _run_again(self, unit: str, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        """Activation checkpointing asked for by the user runs a call a second time, last call of a unit first."""
+        if not self._ran[unit]:
+            raise NotSplittable(f"activation checkpointing runs module {unit!r} again together with others, but a stage "
+                                f"has only its own. Turn activation checkpointing off: Mobius recomputes every stage "
+                                f"anyway.")
+        self._reseed(2 * self._ran[unit].pop())
+        return forward(*args, **kwargs)
+
+    def finish(self) -> None:
+        """Ends the forward. What units are called for from now on is a backward."""
+        self._done = True
+
     def returned(self, outputs: Any) -> None:
         """Takes the model's own return."""
+        if self._span.stop < min(self._index, self._program.end):
+            raise NotSplittable("the model's own forward caught the exception by which a stage leaves it: a bare "
+                                f"'except:' or 'except BaseException:' around its modules' calls. Catch Exception. {WAY_OUT}")
         if self._index != self._program.end:
             raise NotSplittable(f"the model returned after {self._index} calls of its modules, where {self._program.end} "
                                 f"were made when the same kind of input was traced. {WAY_OUT}")
@@ -134,24 +158,38 @@ class _Replay:
             if isinstance(known, SameAsArgument):
                 leaves.append(arguments[known.index])
             elif isinstance(known, TensorSpec):
-                received = self._received.get(Value(index, position))
-                leaves.append(_stand_in(known, device) if received is None else received)
+                leaves.append(self._given(Value(index, position), known, device))
             else:
                 leaves.append(known)
         return tree_unflatten(leaves, call.structure)
 
-    def _keep(self, index: int, outputs: Any) -> None:
-        leaves, _ = tree_flatten(outputs)
+    def _given(self, value: Value, spec: TensorSpec, device: Optional[torch.device]) -> torch.Tensor:
+        # What the model's code writes into must be a tensor of its own.
+        received = self._received.get(value)
+        given = _stand_in(spec, device) if received is None else received
+        return given.clone() if value in self._program.overwritten else given
+
+    def _kept(self, index: int, outputs: Any) -> Any:
+        """Keeps what later stages need of a call's output, and returns the output for the model's code."""
+        call = self._program.calls[index]
+        leaves, structure = tree_flatten(outputs)
+        if structure != call.structure:
+            raise NotSplittable(f"module {call.unit!r} returned {structure} where {call.structure} was traced: what "
+                                f"layers return must be the same in every forward. {WAY_OUT}")
         for position, leaf in enumerate(leaves):
             value = Value(index, position)
             if value not in self._wanted:
                 continue
             spec = self._program.spec(value)
             if tuple(leaf.shape) != spec.shape or leaf.dtype != spec.dtype:
-                raise NotSplittable(f"module {self._program.calls[index].unit!r} returned {tuple(leaf.shape)} {leaf.dtype} "
+                raise NotSplittable(f"module {call.unit!r} returned {tuple(leaf.shape)} {leaf.dtype} "
                                     f"where {spec.shape} {spec.dtype} was traced: the shapes of what layers hand on "
                                     f"must follow from the inputs' shapes. {WAY_OUT}")
             self.handover.values[value] = leaf
+            if value in self._program.overwritten:  # the next stage starts from it as it is now
+                leaves[position] = leaf.clone()
+                outputs = tree_unflatten(leaves, structure)
+        return outputs
 
 
 def _stand_in(spec: TensorSpec, device: Optional[torch.device]) -> torch.Tensor:

@@ -10,7 +10,8 @@ and parameters used outside any unit. What a call's arguments originate from is 
 import copy
 import logging
 from contextlib import contextmanager
-from typing import Any, Dict, FrozenSet, Iterator, List, NamedTuple, Tuple, Union
+from dataclasses import replace
+from typing import Any, Callable, Dict, FrozenSet, Iterator, List, NamedTuple, Optional, Set, Tuple, Union
 
 import torch
 from torch._subclasses.fake_tensor import (DataDependentOutputException, DynamicOutputShapeException, FakeTensor,
@@ -32,10 +33,19 @@ class ParameterOrigin(NamedTuple):
     name: str
 
 
-Origins = FrozenSet[Union[Value, ParameterOrigin]]
+class Internal(NamedTuple):
+    """Something a unit made or wrote into. What it returns is a value of its own, so this shows where a tensor leaves
+    a unit by another way, such as an attribute."""
+
+    unit: str
+
+
+Origins = FrozenSet[Union[Value, ParameterOrigin, Internal]]
 NO_ORIGINS: Origins = frozenset()
 NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException,
               UnsupportedOperatorException)
+LARGEST_ON_ZEROS = 256 * 2**20
+"""Bytes of parameters up to which a module of a model without weights is run on zeros."""
 FAKE_TENSOR_LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
 
 
@@ -47,10 +57,11 @@ def trace(entry: Entry, units: Units, args: tuple, kwargs: dict, device: torch.d
 
     Raises:
         NotSplittable: the model's code decides on a computed value outside any layer, so that no stage
-            could take the same path without running all the others.
+            could take the same path without running all the others. Or a layer decides on one, and its
+            parameters are meta tensors too large to stand in for.
     """
     recorder = _Recorder(entry, units, device)
-    with _quiet(FAKE_TENSOR_LOGGER), recorder.mode, intercepted(units, recorder.call), \
+    with quiet(FAKE_TENSOR_LOGGER), recorder.mode, intercepted(units, recorder.call), \
             entry.replaced(recorder.parameters):
         try:
             outputs = entry(*args, **kwargs)
@@ -60,17 +71,36 @@ def trace(entry: Entry, units: Units, args: tuple, kwargs: dict, device: torch.d
             raise NotSplittable(f"{type(entry.model).__name__} decides on a computed value in its own forward, {where}, "
                                 f"outside any layer ({type(error).__name__}: {error}). {WAY_OUT}") from error
         recorder.finish(outputs)
-    return Program(tuple(recorder.calls))
+    return Program(tuple(recorder.calls), recorder.overwritten())
+
+
+def needs_weights(unit: str, nbytes: int, error: Exception) -> NotSplittable:
+    """The error for a module that fake tensors do not do for, where real ones would be too large."""
+    return NotSplittable(f"module {unit!r} cannot run without data ({type(error).__name__}: {error}), as when it routes "
+                         f"tokens to experts one by one, and its {nbytes / 2**30:.2f} GiB of parameters are too many to be "
+                         f"made just for this (limit {LARGEST_ON_ZEROS / 2**30:.2f} GiB). Compute in bfloat16, in which "
+                         "transformers' grouped experts need no data, or profile the model on a device with its weights.")
 
 
 @contextmanager
-def _quiet(logger: logging.Logger) -> Iterator[None]:
+def quiet(logger: logging.Logger) -> Iterator[None]:
+    """Silences a logger while the block runs."""
     # It prints a stack trace for each operation it cannot fake, which is no error here.
     before, logger.disabled = logger.disabled, True
     try:
         yield
     finally:
         logger.disabled = before
+
+
+class Estimate(NamedTuple):
+    """What a unit does, as far as a trace needs to know."""
+
+    leaves: list
+    """Of its output; ``SameAsArgument`` for what it hands through."""
+    structure: Any
+    written: List[int]
+    """The leaves of its arguments that it writes into."""
 
 
 class _OriginMode(TorchDispatchMode):
@@ -80,24 +110,38 @@ class _OriginMode(TorchDispatchMode):
         super().__init__()
         self._origins: Dict[int, Origins] = {}
         self._alive: List[Any] = []
+        self.inside: Optional[str] = None
+        """The unit that runs."""
+        self.written: Set[int] = set()
+        """Storages that were written into."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         origins = self.origins((args, kwargs))
+        if self.inside is not None:
+            origins |= {Internal(self.inside)}
         outputs = func(*args, **kwargs)
         if origins:
-            self.mark(outputs, origins)
-            for argument, value in zip(func._schema.arguments, args):
+            # A view of an argument shares its storage and so has its origins already.
+            given = {storage_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+            self.mark([leaf for leaf in tree_leaves(outputs)
+                       if isinstance(leaf, torch.Tensor) and storage_key(leaf) not in given], origins)
+            for position, argument in enumerate(func._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    self.mark(value, origins)
+                    self.write(args[position] if position < len(args) else kwargs.get(argument.name), origins)
         return outputs
+
+    def write(self, tree: Any, origins: Origins) -> None:
+        """Notes that the tensors of a tree are written into."""
+        self.mark(tree, origins)
+        self.written.update(storage_key(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
     def origins(self, tree: Any) -> Origins:
         """What the tensors of a tree were computed from."""
         found = NO_ORIGINS
         for leaf in tree_leaves(tree):
             if isinstance(leaf, torch.Tensor):
-                found |= self._origins.get(leaf.untyped_storage()._cdata, NO_ORIGINS)
+                found |= self._origins.get(storage_key(leaf), NO_ORIGINS)
         return found
 
     def mark(self, tree: Any, origins: Origins) -> None:
@@ -106,7 +150,13 @@ class _OriginMode(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
                 self._alive.append(storage)  # its address is the key, so it must not be reused
-                self._origins[storage._cdata] = self._origins.get(storage._cdata, NO_ORIGINS) | origins
+                key = storage_key(leaf)
+                self._origins[key] = self._origins.get(key, NO_ORIGINS) | origins
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """What tensors that share memory have in common."""
+    return tensor.untyped_storage()._cdata
 
 
 class _Recorder:
@@ -117,7 +167,9 @@ class _Recorder:
         self._device = device
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._model = entry.model
-        self._similar: Dict[Any, Tuple[list, Any]] = {}
+        self._weightless = any(parameter.is_meta for parameter in entry.model.parameters())
+        self._similar: Dict[Any, Estimate] = {}
+        self._made: Dict[Value, torch.Tensor] = {}
         self.mode = _OriginMode()
         self.calls: List[Call] = []
         self.parameters: Dict[str, FakeTensor] = {}
@@ -130,81 +182,153 @@ class _Recorder:
         """Writes down one call and returns fresh fake tensors, whose only origin is this call."""
         index = len(self.calls)
         self.calls.append(self._call(unit, (args, kwargs)))
-        leaves, structure = self._estimate(unit, forward, args, kwargs)
+        self.mode.inside = unit
+        try:
+            leaves, structure = self._estimate(unit, forward, args, kwargs)
+        finally:
+            self.mode.inside = None
         arguments = tree_leaves((args, kwargs))
         returns, produced = [], []
         for position, leaf in enumerate(leaves):
             same = next((i for i, argument in enumerate(arguments) if argument is leaf and torch.is_tensor(leaf)), None)
-            if same is not None:
+            if same is not None and Internal(unit) not in self.mode.origins(leaf):
                 returns.append(SameAsArgument(same))
             elif isinstance(leaf, torch.Tensor):
                 spec = TensorSpec.of(leaf)
-                leaf = self._fake_like(spec)
+                leaf = self._made[Value(index, position)] = self._computed(spec)
                 self.mode.mark(leaf, frozenset([Value(index, position)]))
                 returns.append(spec)
             else:
                 returns.append(plain(leaf))
             produced.append(leaf)
-        self.calls[index] = self._call(unit, (args, kwargs), tuple(returns), structure)
+        self.calls[index] = replace(self.calls[index], returns=tuple(returns), structure=structure)
         return tree_unflatten(produced, structure)
 
     def finish(self, outputs: Any) -> None:
         """Writes down the model's return."""
         leaves, structure = tree_flatten(outputs)
         returns = tuple(TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else plain(leaf) for leaf in leaves)
-        self.calls.append(self._call("", outputs, returns, structure))
+        self.calls.append(replace(self._call("", outputs), returns=returns, structure=structure))
+        for value, fake in self._made.items():
+            graded = self.calls[value.call].returns[value.leaf].requires_grad
+            if fake.requires_grad and not graded and storage_key(fake) not in self.mode.written:
+                unit = self.calls[value.call].unit
+                raise NotSplittable(f"module {unit!r} is called without gradients inside a function that computes them "
+                                    f"(reentrant activation checkpointing), so its stage cannot. Turn activation "
+                                    f"checkpointing off, as Mobius recomputes every stage anyway, or set "
+                                    f"use_reentrant=False.")
 
-    def _call(self, unit: str, needs: Any, returns: tuple = (), structure: Any = None) -> Call:
+    def overwritten(self) -> FrozenSet[Value]:
+        """The values that were written into after they were made."""
+        return frozenset(value for value, fake in self._made.items() if storage_key(fake) in self.mode.written)
+
+    def _call(self, unit: str, needs: Any) -> Call:
         origins = self.mode.origins(needs)
+        for origin in origins:
+            if isinstance(origin, Internal):
+                user = f"module {unit!r}" if unit else f"the return of {type(self._model).__name__}"
+                raise NotSplittable(f"{user} uses a tensor that module {origin.unit!r} made or changed without returning "
+                                    f"it (an attribute, or its argument in place): another stage cannot know it. Return "
+                                    f"it from that module's forward. {WAY_OUT}")
         return Call(unit, unit in self._units.layers,
                     frozenset(origin for origin in origins if isinstance(origin, Value)),
-                    frozenset(origin.name for origin in origins if isinstance(origin, ParameterOrigin)),
-                    returns, structure)
+                    frozenset(origin.name for origin in origins if isinstance(origin, ParameterOrigin)))
 
     def _fake_like(self, spec: TensorSpec) -> FakeTensor:
         with self._fake:
             return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=self._device,
                                        requires_grad=spec.requires_grad)
 
+    def _computed(self, spec: TensorSpec) -> FakeTensor:
+        """A fake tensor that was computed. Unlike a parameter it may be written into though it requires a gradient."""
+        if not spec.requires_grad:
+            return self._fake_like(spec)
+        ungraded = spec._replace(requires_grad=False)
+        return _Computed.apply(torch.empty(0, requires_grad=True), lambda: self._fake_like(ungraded))
+
     def _estimate(self, unit: str, forward, args: tuple, kwargs: dict) -> Tuple[list, Any]:
-        """The unit's output, without its arithmetic; layers alike in structure and arguments are asked once."""
+        """The unit's output; layers alike in settings and arguments are asked once."""
         key = self._likeness(unit, args, kwargs)
-        if key in self._similar:
-            return self._similar[key]
-        try:
-            estimate = tree_flatten(forward(*tree_map(_private, args), **tree_map(_private, kwargs)))
-        except Exception:  # whatever an operation without a fake version raises
-            # A layer may look at its data (a router counts tokens per expert), or use an operation that only
-            # real tensors have: let it run on zeros. A mistake in the layer shows itself there again.
-            estimate = tree_flatten(self._run_on_zeros(unit, forward, args, kwargs))
-        if not any(leaf is argument for leaf in estimate[0] for argument in tree_leaves((args, kwargs))
-                   if torch.is_tensor(leaf)):
-            self._similar[key] = estimate
-        return estimate
+        if key not in self._similar:
+            try:
+                self._similar[key] = self._run_on_fakes(unit, forward, args, kwargs)
+            except Exception as error:  # whatever an operation without a fake version raises
+                nbytes = sum(TensorSpec.of(parameter).nbytes for parameter in self._units.modules[unit].parameters())
+                if self._weightless and nbytes > LARGEST_ON_ZEROS:
+                    raise needs_weights(unit, nbytes, error) from error
+                # A layer may look at its data (a router counts tokens per expert), or use an operation that only
+                # real tensors have: let it run on zeros. A mistake in the layer shows itself there again.
+                self._similar[key] = self._run_on_zeros(unit, args, kwargs)
+        leaves, structure, written = self._similar[key]
+        arguments = tree_leaves((args, kwargs))
+        self.mode.write([arguments[index] for index in written], frozenset([Internal(unit)]))
+        return [arguments[leaf.index] if isinstance(leaf, SameAsArgument) else leaf for leaf in leaves], structure
 
     def _likeness(self, unit: str, args: tuple, kwargs: dict) -> Any:
-        module = self._units.modules[unit]
         leaves, structure = tree_flatten((args, kwargs))
         arguments = tuple(TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else repr(plain(leaf))
                           for leaf in leaves)
-        parameters = tuple((name, TensorSpec.of(p)) for name, p in module.named_parameters())
-        return type(module), module.training, parameters, arguments, str(structure)
+        return tuple(settings(unit, self._units.modules[unit])), torch.is_grad_enabled(), arguments, str(structure)
 
-    def _run_on_zeros(self, unit: str, forward, args: tuple, kwargs: dict) -> Any:
+    def _run_on_fakes(self, unit: str, forward, args: tuple, kwargs: dict) -> Estimate:
+        """The unit's output without its arithmetic."""
+        leaves, structure = tree_flatten(forward(*tree_map(_private, args), **tree_map(_private, kwargs)))
+        tensors = {index: leaf for index, leaf in enumerate(tree_leaves((args, kwargs))) if isinstance(leaf, torch.Tensor)}
+        return Estimate(_with_arguments_named(leaves, tensors), structure,
+                        [index for index, tensor in tensors.items() if Internal(unit) in self.mode.origins(tensor)])
+
+    def _run_on_zeros(self, unit: str, args: tuple, kwargs: dict) -> Estimate:
+        """The unit's output with its arithmetic."""
         def zeros(leaf):
             if not isinstance(leaf, FakeTensor):
                 return _private(leaf)
             zero = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=self._device).zero_()
-            return zero.requires_grad_(leaf.requires_grad)
+            if not leaf.requires_grad:
+                return zero
+            return zero.requires_grad_() if leaf.is_leaf else _Computed.apply(torch.empty(0, requires_grad=True), zero.clone)
 
         module = self._units.modules[unit]
         routed = module.__dict__.pop("forward")
         try:
             with torch.utils._python_dispatch._disable_current_modes():
                 weights = {name: zeros(parameter) for name, parameter in module.named_parameters()}
-                return functional_call(module, weights, tree_map(zeros, args), tree_map(zeros, kwargs))
+                arguments, nesting = tree_flatten(tree_map(zeros, (args, kwargs)))
+                tensors = {index: leaf for index, leaf in enumerate(arguments) if isinstance(leaf, torch.Tensor)}
+                before = {index: tensor._version for index, tensor in tensors.items()}
+                zero_args, zero_kwargs = tree_unflatten(arguments, nesting)
+                leaves, structure = tree_flatten(functional_call(module, weights, zero_args, zero_kwargs))
+                return Estimate(_with_arguments_named(leaves, tensors), structure,
+                                [index for index, tensor in tensors.items() if tensor._version != before[index]])
         finally:
             module.__dict__["forward"] = routed
+
+
+def _with_arguments_named(leaves: list, arguments: Dict[int, torch.Tensor]) -> list:
+    place = {id(tensor): SameAsArgument(index) for index, tensor in arguments.items()}
+    return [place.get(id(leaf), leaf) for leaf in leaves]
+
+
+def settings(unit: str, module: torch.nn.Module) -> Iterator[Any]:
+    """What decides on the shape of a module's output, besides its arguments: all it holds but the tensors' values."""
+    numbers = unit.split(".")
+    for name, inner in module.named_modules():
+        yield name, type(inner), tuple((key, TensorSpec.of(p)) for key, p in inner._parameters.items() if p is not None)
+        for key, value in inner.__dict__.items():
+            if key.startswith("_") or key == "forward":  # torch's own tables, and the interception
+                continue
+            is_setting = isinstance(value, PLAIN_TYPES) or (isinstance(value, (tuple, list))
+                                                            and all(isinstance(item, PLAIN_TYPES) for item in value))
+            # A layer that knows its own number (of model.layers.7, layer_idx is 7) is like the others for that.
+            is_number = type(value) is int and str(value) in numbers
+            yield key, "own number" if is_number else repr(value) if is_setting else id(value)
+
+
+class _Computed(torch.autograd.Function):
+    """Gives a new tensor a place in a graph, without a backward."""
+
+    @staticmethod
+    def forward(ctx, anchor: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return make()
 
 
 def _private(leaf: Any) -> Any:

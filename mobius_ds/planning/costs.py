@@ -7,14 +7,12 @@ connection to the others where there is one, and ``("update",)`` the DRAM bandwi
 
 from typing import Callable, Dict, Sequence, Tuple
 
+from mobius_ds.planning.partition_cost import UPDATE_BYTES_PER_PARAMETER
 from mobius_ds.planning.plan import Plan
 from mobius_ds.planning.profile import LayerProfile, ModelProfile
 from mobius_ds.planning.schedule import Kind, Task
 from mobius_ds.planning.simulator import Cost, Link
 from mobius_ds.planning.topology import Topology
-
-UPDATE_BYTES_PER_PARAMETER = 30
-"""DRAM bytes Adam touches: master and two moments read and written in fp32, gradient read, 16-bit weight written."""
 
 Costs = Callable[[Task], Cost]
 

@@ -223,7 +223,8 @@ def _run_forward(build: "_Builder", plan: Plan, home: List[int], volumes: Volume
                   [Key(Kind.GIVE_ACTIVATIONS, plan.stages - 1, microbatch)])
 
 
-def backward_schedule(plan: Plan, home: List[int], volumes: Volumes, shared: Dict[int, List[int]]) -> Schedule:
+def backward_schedule(plan: Plan, home: List[int], volumes: Volumes, shared: Dict[int, List[int]],
+                      updates: Optional[Dict[int, List[int]]] = None) -> Schedule:
     """The backward sweep: stages in reverse, each recomputed from its boundary activations.
 
     A stage below which nothing is trained has no tasks.
@@ -232,6 +233,8 @@ def backward_schedule(plan: Plan, home: List[int], volumes: Volumes, shared: Dic
         home: the GPU whose rank each microbatch belongs to.
         shared: for each stage, the later stages that use some of its parameters. Their gradients are added
             up in DRAM in a fixed order, the last stage's first.
+        updates: to run the optimizer within the sweep: for each stage, the stages that give gradients to the
+            parameters it updates.
     """
     build = _Builder("backward", plan, home)
     trained = {stage: [m for m in build.microbatches if volumes.received_gradients[stage][m] > 0
@@ -267,6 +270,11 @@ def backward_schedule(plan: Plan, home: List[int], volumes: Volumes, shared: Dic
                 build.add(gpu, Key(Kind.WEIGHT_GRADIENTS, stage), volumes.weight_gradients[stage],
                           [Key(Kind.BACKWARD, stage, trained[stage][-1])]
                           + [Key(Kind.WEIGHT_GRADIENTS, other) for other in shared.get(stage, ()) if trained[other]])
+    for stage, sources in (updates or {}).items():
+        given = [Key(Kind.WEIGHT_GRADIENTS, source) for source in sources
+                 if trained[source] and volumes.weight_gradients[source]]
+        if given:
+            build.add(plan.gpu_of_stage[stage], Key(Kind.UPDATE, stage), 0, given)
     return build.schedule()
 
 

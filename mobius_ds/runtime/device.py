@@ -10,7 +10,7 @@ import queue
 import threading
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, nullcontext
-from typing import Any, Callable, Dict, Iterable, Iterator, Optional
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -81,6 +81,7 @@ class Device:
         self._used = 0
         self._peak = 0
         self._memory_lock = threading.Lock()
+        self._registered: List[torch.Tensor] = []
         self._compute: Any = None
         # Compute has no thread: it runs in the caller's, on the stream that is current there. A backward inside
         # a backward must stay in autograd's thread, and grad mode and autocast belong to the caller's.
@@ -174,6 +175,7 @@ class Device:
         if int(status) != 0:
             raise OutOfMemory(f"could not pin {host.numel() / GIB:.2f} GiB of host memory (CUDA error {int(status)}); "
                               "raise the memlock limit (ulimit -l) or use a machine with more DRAM.")
+        self._registered.append(host)
 
     # Memory. On an accelerator the allocator knows best; on CPU what the pipeline holds is added up.
 
@@ -211,6 +213,10 @@ class Device:
         return self._peak if self.is_cpu else get_accelerator().max_memory_allocated(self.torch_device.index)
 
     def close(self) -> None:
-        """Ends the streams' threads."""
+        """Ends the streams' threads and gives up what was pinned, before its mapping goes and its address is used again."""
         for stream in self.streams.values():
+            stream.synchronize()
             stream.close()
+        for host in self._registered:
+            torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+        self._registered.clear()

@@ -4,7 +4,9 @@ So ``engine.backward(loss)``, ``loss.backward()`` and a loss that the script com
 outputs all reach the pipeline, on every rank in the same order.
 """
 
-from typing import Any, Dict, List, Sequence, Tuple
+import weakref
+from contextlib import contextmanager
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch.utils._pytree import tree_unflatten
@@ -21,9 +23,40 @@ def run(pipeline: Pipeline, args: tuple, kwargs: dict, seed: Tuple[int, int]) ->
     Args:
         seed: (step, number within the step), for the microbatch's random numbers.
     """
-    sweep, [(leaves, structure)] = pipeline.forward([(args, kwargs)], [seed])
+    _refuse_caches((*args, *kwargs.values()))
+    with computing(pipeline.device.torch_device):
+        sweep, [(leaves, structure)] = pipeline.forward([(args, kwargs)], [seed])
     forward = _Forward(pipeline, sweep, torch.is_grad_enabled())
     return tree_unflatten(forward.leaves(leaves), structure)
+
+
+@contextmanager
+def computing(device: torch.device, autocast: Optional[Tuple[bool, torch.dtype]] = None) -> Iterator[None]:
+    """Computes in a state of autocast: by default the one that is on.
+
+    Without its cache, which would keep a cast copy of every stage's weights until the script leaves autocast. And
+    not in inference mode: what is made there, such as the slots, could never take part in a training step.
+
+    Args:
+        autocast: whether it is enabled, and to which dtype it casts.
+    """
+    enabled, dtype = autocast or autocast_state(device)
+    graded = torch.is_grad_enabled()  # leaving inference mode would turn it on
+    with torch.inference_mode(False), torch.set_grad_enabled(graded), \
+            torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=False):
+        yield
+
+
+def _refuse_caches(arguments: Sequence[Any]) -> None:
+    for argument in arguments:
+        if hasattr(argument, "get_seq_length"):
+            raise ValueError(f"the model is called with a key-value cache ({type(argument).__name__}), which its layers "
+                             "would fill on different ranks. Pass use_cache=False, to generate() as well.")
+
+
+def autocast_state(device: torch.device) -> Tuple[bool, torch.dtype]:
+    """Whether autocast is on, and to which dtype it casts."""
+    return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
 
 
 class _Forward:
@@ -33,8 +66,12 @@ class _Forward:
         self._pipeline = pipeline
         self._sweep = sweep
         self._differentiable = differentiable
+        # A backward is usually called outside the script's autocast block, and must recompute what was computed inside.
+        self._device = pipeline.device.torch_device
+        self._autocast = autocast_state(self._device)
         self._nodes_to_come = 0
-        self._read: Dict[int, torch.Tensor] = {}
+        # Weak, because what they read leads back here through the graph.
+        self._deferred: Dict[int, "weakref.ref[DeferredTensor]"] = {}
         self._released = False
         if not differentiable:
             self.release()
@@ -46,17 +83,21 @@ class _Forward:
             returned[index] = tensor
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, TensorSpec):
-                returned[index] = DeferredTensor(leaf, self._pipeline.device.torch_device, _reader(self, index))
+                returned[index] = DeferredTensor(leaf, self._device, self.fetch)
+                self._deferred[index] = weakref.ref(returned[index])
         return returned
 
-    def read(self, index: int) -> torch.Tensor:
-        """A deferred output. The first read fetches all of them, on all ranks together."""
-        if not self._read:
-            self._released = False
-            with torch.set_grad_enabled(self._differentiable):
+    def fetch(self) -> None:
+        """Hands the deferred outputs what they stand for: all at the first read of one, on all ranks together."""
+        with torch.set_grad_enabled(self._differentiable):
+            with computing(self._device, self._autocast):
                 [(leaves, _)] = self._pipeline.outputs(self._sweep)
-                self._read = self._in_graph(leaves)
-        return self._read[index]
+            self._released = False
+            fetched = self._in_graph(leaves)
+        for index, reference in self._deferred.items():
+            deferred = reference()
+            if deferred is not None:
+                deferred.arrived(fetched[index])
 
     def backward(self, gradients: Dict[int, torch.Tensor]) -> None:
         """Runs the backward sweep for some of the outputs' gradients."""
@@ -64,8 +105,9 @@ class _Forward:
             raise RuntimeError("backward through the same forward a second time: its boundary activations are freed. "
                                "Pass retain_graph=True to the first backward.")
         # The loss of a job is the mean over its ranks' losses.
-        self._pipeline.backward(self._sweep, [{leaf: gradient / self._pipeline.world_size
-                                               for leaf, gradient in gradients.items()}])
+        with computing(self._device, self._autocast):
+            self._pipeline.backward(self._sweep, [{leaf: gradient / self._pipeline.world_size
+                                                   for leaf, gradient in gradients.items()}])
         self._nodes_to_come -= 1
         if self._nodes_to_come <= 0 and not torch._C._autograd._get_current_graph_task_keep_graph():
             self.release()
@@ -86,13 +128,9 @@ class _Forward:
         if not (self._differentiable and graded):
             return tensors
         self._nodes_to_come += 1
-        anchor = torch.empty(0, device=self._pipeline.device.torch_device, requires_grad=True)
+        anchor = torch.empty(0, device=self._device, requires_grad=True)
         attached = _Node.apply(anchor, self, {index: tensors[index] for index in graded})
         return {**tensors, **dict(zip(graded, attached))}
-
-
-def _reader(forward: _Forward, index: int):
-    return lambda: forward.read(index)
 
 
 class _Node(torch.autograd.Function):

@@ -5,22 +5,24 @@ loaders are DeepSpeed's own; this file replaces what moves parameters and gradie
 """
 
 import functools
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from collections.abc import Mapping
+from typing import Any, Callable, Dict, Iterator, List, NoReturn, Optional, Tuple
 
 import torch
 import torch.distributed as torch_distributed
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.utils import logger
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from mobius_ds.model.program import TensorSpec
 from mobius_ds.plugin.config import mobius_config
 from mobius_ds.runtime import differentiable
 from mobius_ds.runtime.ledger import Bytes
 from mobius_ds.runtime.optimizer import MobiusOptimizer
 from mobius_ds.runtime.pipeline import Pipeline
+from mobius_ds.runtime.sweep import Sweep
 
 
 class MobiusEngine(DeepSpeedEngine):
@@ -42,24 +44,21 @@ class MobiusEngine(DeepSpeedEngine):
     # The model.
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
+        if isinstance(model.__dict__.get("forward"), _Routed):
+            del model.__dict__["forward"]  # of an earlier engine that was not destroyed
         super()._configure_distributed_model(model)
         layers = None
         self._loss_function = None
         if isinstance(model, PipelineModule):
             layers = _pipeline_layers(model)
-            self._loss_function = functools.partial(_with_loss, model.forward, model.loss_fn) if model.loss_fn else None
+            self._loss_function = _with_loss(model.forward, model.loss_fn) if model.loss_fn else None
         self.pipeline = Pipeline(model, self.mobius, self.global_rank, self.world_size, self.device,
                                  self._exchange, layers)
         self._forwards: Dict[bool, int] = {}
         self._forwards_step = -1
-        original = model.forward
-
         # The raw module's calls reach the pipeline as well: evaluation loops often call it.
-        @functools.wraps(original)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return differentiable.run(self.pipeline, args, kwargs, self._next_seed())
-
-        model.__dict__["forward"] = forward
+        model.__dict__["forward"] = _Routed(model, lambda args, kwargs: differentiable.run(
+            self.pipeline, args, kwargs, self._next_seed()))
 
     def _exchange(self, content: Any) -> List[Any]:
         # Gloo, whatever the job's own backend is: these are objects on the host.
@@ -111,7 +110,6 @@ class MobiusEngine(DeepSpeedEngine):
     def get_optimizer_configuration(self, optimizer_parameters: Dict[str, Any], adam_w_mode: bool,
                                     allow_legacy_fallback: bool = False):
         """DeepSpeed's CPU Adam, or torch's where its extension cannot be built."""
-        chosen = super().get_optimizer_configuration(dict(optimizer_parameters), adam_w_mode, allow_legacy_fallback)
         if not optimizer_parameters.get("torch_adam", False):
             try:
                 from deepspeed.ops.op_builder import CPUAdamBuilder
@@ -119,15 +117,17 @@ class MobiusEngine(DeepSpeedEngine):
             except Exception as error:  # whatever a compiler run can raise
                 logger.warning(f"Mobius: DeepSpeedCPUAdam cannot be built ({error}); using torch's Adam, which is slower.")
                 optimizer_parameters["torch_adam"] = True
-                chosen = super().get_optimizer_configuration(dict(optimizer_parameters), adam_w_mode)
-        for key in ("torch_adam", "fp32_optimizer_states"):
-            optimizer_parameters.pop(key, None)
-        return chosen
+                if optimizer_parameters.get("bias_correction", True):
+                    optimizer_parameters.pop("bias_correction", None)  # torch's Adam always corrects, and has no such key
+        return super().get_optimizer_configuration(optimizer_parameters, adam_w_mode, allow_legacy_fallback)
 
     def _configure_zero_optimizer(self, optimizer: Optional[torch.optim.Optimizer]) -> Optional[MobiusOptimizer]:
         if optimizer is None:
             return None
-        return MobiusOptimizer(optimizer, self.pipeline, dict(self.module.named_parameters()), self.gradient_clipping())
+        wrapped = MobiusOptimizer(optimizer, self.pipeline, dict(self.module.named_parameters()), self.gradient_clipping())
+        # Without it, the next step would overwrite loaded 16-bit weights by what the masters still hold.
+        self.module.register_load_state_dict_post_hook(lambda module, keys: wrapped.refresh_fp32_params())
+        return wrapped
 
     # Whole batches at once.
 
@@ -142,53 +142,59 @@ class MobiusEngine(DeepSpeedEngine):
             The mean loss over micro-batches and ranks.
         """
         assert self.optimizer is not None, "must provide optimizer during init in order to use train_batch"
+        if not torch.is_grad_enabled():
+            raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
         count = self.gradient_accumulation_steps()
+        self.module.train()
         self.tput_timer.start()
-        with torch.enable_grad():
+        with autocast_if_enabled(self), differentiable.computing(self.device):
             sweep, losses = self._run_batch(data_iter, count)
-            leaf = next(index for index, spec in enumerate(sweep.microbatches[0].program.outputs.returns)
-                        if isinstance(spec, TensorSpec) and spec.requires_grad)
             self.pipeline.backward(sweep, [{leaf: torch.full_like(loss, 1 / (count * self.world_size))}
-                                           for loss in losses])
+                                           for leaf, loss in losses],
+                                   self.optimizer.update_apart if self.optimizer.can_update_apart else None)
         self.pipeline.release(sweep)
         self._take_model_step(None)
         self.micro_steps += count
         self.tput_timer.stop(global_step=True, report_speed=self.global_rank == 0)
-        loss = self._mean(losses)
+        loss = self._mean([loss for _, loss in losses])
         if self.monitor.enabled and self.global_rank == 0:
             self.monitor.write_events([("Train/Samples/train_loss", loss.item(), self.global_samples),
                                        ("Train/Samples/lr", self.get_lr()[0], self.global_samples)])
         return loss
 
-    def eval_batch(self, data_iter: Iterator, num_micro_batches: Optional[int] = None) -> torch.Tensor:
+    def eval_batch(self, data_iter: Iterator, return_logits: bool = False, compute_loss: bool = True,
+                   reduce_output: str = "avg", bcast_loss: bool = True,
+                   num_micro_batches: Optional[int] = None) -> torch.Tensor:
         """The mean loss over one batch's micro-batches and over ranks, without training."""
+        if return_logits or not compute_loss or reduce_output != "avg":
+            raise NotImplementedError("under Mobius eval_batch returns the mean loss. For other outputs call the engine "
+                                      "itself under torch.no_grad().")
         training = self.module.training
         self.module.eval()
-        with torch.no_grad():
-            sweep, losses = self._run_batch(data_iter, num_micro_batches or self.gradient_accumulation_steps())
+        try:
+            with torch.no_grad(), autocast_if_enabled(self), differentiable.computing(self.device):
+                sweep, losses = self._run_batch(data_iter, num_micro_batches or self.gradient_accumulation_steps())
+        finally:
+            self.module.train(training)
         self.pipeline.release(sweep)
-        self.module.train(training)
-        return self._mean(losses)
+        return self._mean([loss for _, loss in losses])
 
-    def _run_batch(self, data_iter: Optional[Iterator], count: int):
+    def _run_batch(self, data_iter: Optional[Iterator], count: int) -> Tuple[Sweep, List[Tuple[int, torch.Tensor]]]:
         if data_iter is None:
+            if self.training_dataloader is None:
+                raise ValueError("train_batch has no data: give it an iterator, or training_data to deepspeed.initialize.")
             if self._data_iterator is None:
                 self._data_iterator = _repeating(self.training_dataloader)
             data_iter = self._data_iterator
         batches = [self._arguments(next(data_iter)) for _ in range(count)]
         sweep, outputs = self.pipeline.forward(batches, [self._next_seed() for _ in batches], self._loss_function)
-        losses = []
-        for leaves, _ in outputs:
-            scalars = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.numel() == 1]
-            if not scalars:
-                raise ValueError("train_batch and eval_batch need a model that returns its loss: give the PipelineModule "
-                                 "a loss_fn, or return a scalar first.")
-            losses.append(scalars[0])
-        return sweep, losses
+        return sweep, [_loss_among(leaves) for leaves, _ in outputs]
 
     _data_iterator: Optional[Iterator] = None
 
     def _arguments(self, batch: Any) -> Tuple[tuple, dict]:
+        if isinstance(batch, Mapping):
+            batch = dict(batch)  # tokenizers return mappings of their own
         batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), batch)
         if isinstance(batch, dict):
             return (), batch
@@ -219,6 +225,18 @@ class MobiusEngine(DeepSpeedEngine):
 
     # The rest of its life.
 
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not supported yet."""
+        raise NotImplementedError("save_checkpoint is not supported under Mobius yet. To save the weights use "
+                                  "engine.save_16bit_model(folder) or torch.save(engine.module.state_dict(), path), "
+                                  "which hold the whole model on every rank.")
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not supported yet."""
+        raise NotImplementedError("load_checkpoint is not supported under Mobius yet. To load weights use "
+                                  "engine.module.load_state_dict(state_dict) on every rank, or load them into the model "
+                                  "before deepspeed.initialize.")
+
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Optional[Dict[str, Any]]:
         if self.global_rank != 0:
             return None
@@ -231,6 +249,21 @@ class MobiusEngine(DeepSpeedEngine):
             self.module.__dict__.pop("forward", None)
             pipeline.close()
         super().destroy()
+
+
+class _Routed:
+    """A module's forward that runs in the pipeline. A copy of the module gets its own forward back."""
+
+    def __init__(self, model: nn.Module, run: Callable[[tuple, dict], Any]):
+        self._model = model
+        self._run = run
+        functools.update_wrapper(self, model.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(args, kwargs)
+
+    def __reduce__(self):
+        return getattr, (self._model, "forward")
 
 
 def _refuse_what_mobius_does_not_do(config: Any) -> None:
@@ -248,8 +281,21 @@ def _pipeline_layers(model: PipelineModule) -> List[nn.Module]:
     return [layer for layer in model.forward_funcs if isinstance(layer, nn.Module)]
 
 
-def _with_loss(forward: Any, loss_fn: Any, inputs: Any, labels: Any) -> Any:
-    return loss_fn(forward(inputs), labels)
+def _loss_among(leaves: List[Any]) -> Tuple[int, torch.Tensor]:
+    """Which of a model's output leaves is its loss, and the loss: the first scalar."""
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and leaf.numel() == 1:
+            return index, leaf
+    raise ValueError("train_batch and eval_batch need a model that returns its loss: give the PipelineModule a loss_fn, "
+                     "or return a scalar.")
+
+
+def _with_loss(forward: Callable, loss_fn: Callable) -> Callable:
+    # Its name is the same on every rank, as those of functions and unlike those of partial ones.
+    def with_loss(inputs: Any, labels: Any) -> Any:
+        return loss_fn(forward(inputs), labels)
+
+    return with_loss
 
 
 def _repeating(loader: Any) -> Iterator:

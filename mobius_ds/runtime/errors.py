@@ -6,7 +6,16 @@ class PipelineError(RuntimeError):
 
 
 class PeerLost(PipelineError):
-    """Another rank's process is gone or has failed."""
+    """Another rank's process is gone or has failed.
+
+    Args:
+        rank, reason: which rank was lost first, and why.
+    """
+
+    def __init__(self, message: str, rank: int, reason: str):
+        super().__init__(message)
+        self.rank = rank
+        self.reason = reason
 
 
 class PeerTimeout(PipelineError):

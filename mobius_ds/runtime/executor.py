@@ -6,6 +6,7 @@ rank they read it from the task's event, on another rank they get it as a messag
 """
 
 from collections import defaultdict
+from concurrent.futures import CancelledError
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 import torch
@@ -59,12 +60,13 @@ class Executor:
         return [run.events[Key(Kind.OUTPUTS, None, microbatch)].result() for microbatch in run.own]
 
     def backward(self, sweep: Sweep, schedule: Schedule, output_gradients: Sequence[Dict[int, torch.Tensor]],
-                 added_to: frozenset) -> List[Placed]:
+                 added_to: frozenset, update: Callable[[int], None]) -> List[Placed]:
         """Runs a backward sweep; the gradients add up in the store.
 
         Args:
             output_gradients: for each of this rank's microbatches, gradients by output leaf.
             added_to: parameters whose gradient in the store is to be added to, not overwritten.
+            update: runs the optimizer for the parameters a stage updates, where the schedule says so.
 
         Returns:
             What this rank placed in DRAM for it; it may be freed once every rank is done.
@@ -72,6 +74,7 @@ class Executor:
         run = _Run(self, sweep, schedule)
         run.own_gradients = dict(zip(run.own, output_gradients))
         run.added_to = added_to
+        run.update = update
         run.run()
         return run.placed
 
@@ -89,6 +92,7 @@ class _Run:
         self.own_inputs: Dict[int, Sequence[torch.Tensor]] = {}
         self.own_gradients: Dict[int, Dict[int, torch.Tensor]] = {}
         self.added_to: frozenset = frozenset()
+        self.update: Callable[[int], None] = lambda stage: None
         self.placed: List[Placed] = []
         self.tasks = schedule.of(executor.rank)
         self.events = {task.key: Event() for task in self.tasks}
@@ -99,16 +103,18 @@ class _Run:
         self.received: Dict[Tuple[int, int], Dict[Value, torch.Tensor]] = {}
         self.gradients: Dict[Tuple[int, int], Dict[Any, torch.Tensor]] = {}
         self.handovers: Dict[Tuple[int, int], Any] = {}
+        self.errors: List[Exception] = []
+        self._held = 0
         self._messages = self._listeners()
 
-    def _listeners(self) -> Dict[Key, List[int]]:
-        """Other ranks that wait for this rank's tasks."""
-        listeners = defaultdict(set)
+    def _listeners(self) -> Dict[Key, List[Tuple[int, Key]]]:
+        """Other ranks' tasks that wait for this rank's, with their ranks; each takes a message of its own."""
+        listeners = defaultdict(list)
         for task in self.schedule.tasks:
             for key in task.after:
                 if task.gpu != self.executor.rank and self.gpu_of[key] == self.executor.rank:
-                    listeners[key].add(task.gpu)
-        return {key: sorted(gpus) for key, gpus in listeners.items()}
+                    listeners[key].append((task.gpu, task.key))
+        return dict(listeners)
 
     def run(self) -> None:
         """Queues every task on its stream, computes in between, and returns when all are done.
@@ -116,29 +122,44 @@ class _Run:
         Raises:
             Whatever a task raises first, with a note that says where.
         """
-        self._reserve_slots()
-        begun = self.device.begin()
-        compute = []
-        for task in self.tasks:
-            after = [self.events[key] for key in task.after if key in self.events] or [begun]
-            if task.stream is Stream.COMPUTE:
-                compute.append((task, after))
-            else:
-                self.device.streams[task.stream].run(self._work(task), after, self.events[task.key])
+        failure = None
+        queued: List[Event] = []
         try:
+            self._reserve_slots()
+            begun = self.device.begin()
+            compute = []
+            for task in self.tasks:
+                after = [self.events[key] for key in task.after if key in self.events] or [begun]
+                if task.stream is Stream.COMPUTE:
+                    compute.append((task, after))
+                else:
+                    self.device.streams[task.stream].run(self._work(task), after, self.events[task.key])
+                    queued.append(self.events[task.key])
             with forked_generators(self.device):
                 for task, after in compute:
                     self.device.do(self._work(task), after, self.events[task.key])
             for task in self.tasks:
                 self.events[task.key].result()
+            # What the device still reads from DRAM, its owner frees as soon as this rank comes to the next gather.
+            self.device.streams[Stream.LOAD].synchronize()
+            self.device.wait_for(self.events.values())
         except BaseException as error:
-            self.executor.mailbox.fail(f"{type(error).__name__}: {error}")
-            for task in self.tasks:  # nothing of this sweep may still run when the error reaches the script
-                if task.stream is not Stream.COMPUTE:
-                    self.events[task.key].future.exception()
-            raise
-        self.device.wait_for(self.events.values())
-        self.device.release(self._held)
+            failure = self.errors[0] if self.errors and isinstance(error, Exception) else error
+            self.executor.mailbox.fail(failure)
+            self._abandon(queued)
+        finally:
+            self.device.release(self._held)
+        if failure is not None:
+            raise failure
+
+    def _abandon(self, queued: List[Event]) -> None:
+        """Returns when nothing of this sweep runs any more: only then may the error reach the script."""
+        for task in self.tasks:
+            future = self.events[task.key].future
+            if task.stream is Stream.COMPUTE and not future.done():  # an interrupt left the rest of compute undone
+                future.set_exception(CancelledError())
+        for event in queued:
+            event.future.exception()
 
     def _reserve_slots(self) -> None:
         layout = self.executor.store.layout
@@ -151,8 +172,9 @@ class _Run:
         widest = [max((task.nbytes for task in self.tasks if task.key.kind is kind), default=0)
                   for kind in (Kind.ACTIVATIONS, Kind.GRADIENTS, Kind.GIVE_ACTIVATIONS, Kind.GIVE_GRADIENTS)]
         inputs = sum(task.nbytes for task in self.tasks if task.key.kind is Kind.INPUTS)
-        self._held = DEPTH * sum(widest) + inputs
-        self.device.hold(self._held, "boundary activations of two microbatches")
+        held = DEPTH * sum(widest) + inputs
+        self.device.hold(held, "boundary activations of two microbatches")
+        self._held = held
 
     def _work(self, task: Task) -> Callable[[], Any]:
         def work() -> Any:
@@ -162,12 +184,13 @@ class _Run:
                     # What a message speaks of must lie in DRAM before the message does.
                     if task.stream is not Stream.COMPUTE:
                         self.device.streams[task.stream].synchronize()
-                    for gpu in self._messages[task.key]:
-                        self.executor.mailbox.post(gpu, self._message(task.key), result)
+                    for gpu, waiter in self._messages[task.key]:
+                        self.executor.mailbox.post(gpu, self._message(task.key, waiter), result)
                 return result
             except Exception as error:
                 error.add_note(f"mobius: rank {self.executor.rank}, {self._describe(task.key)}")
-                self.executor.mailbox.fail(f"{type(error).__name__}: {error}; {self._describe(task.key)}")
+                self.errors.append(error)
+                self.executor.mailbox.fail(error, self._describe(task.key))
                 raise
 
         return work
@@ -180,11 +203,11 @@ class _Run:
                 contents[key.kind] = self.events[key].result()
             else:
                 contents[key.kind] = self.executor.mailbox.take(
-                    self.gpu_of[key], self._message(key), self._describe(key))
+                    self.gpu_of[key], self._message(key, task.key), self._describe(key))
         return contents
 
-    def _message(self, key: Key) -> Any:
-        return self.sweep.number, self.schedule.name, key
+    def _message(self, key: Key, waiter: Key) -> Any:
+        return self.sweep.number, self.schedule.name, key, waiter
 
     def _describe(self, key: Key) -> str:
         kind, stage, microbatch = key
@@ -235,8 +258,16 @@ class _Run:
 
     def _forward(self, task: Task, contents: Dict) -> None:
         _, stage, m = task.key
-        with torch.no_grad(), self._replayed(stage, m, self.received.pop((stage, m), {})) as handover:
-            self.handovers[stage, m] = handover
+        # In the script's own grad mode, which is the caller's: a kernel may be chosen by whether a gradient is
+        # needed, and what is computed here must be what the backward computes again.
+        with self._replayed(stage, m, self._leaves(stage, m)) as handover:
+            self.handovers[stage, m] = handover.detached()
+
+    def _leaves(self, stage: int, m: int) -> Dict[Value, torch.Tensor]:
+        """What a stage received for a microbatch, as leaves that need a gradient where it was made with one."""
+        program = self.sweep.microbatches[m].program
+        return {value: tensor.requires_grad_(program.spec(value).requires_grad)
+                for value, tensor in self.received.pop((stage, m), {}).items()}
 
     def _replayed(self, stage: int, m: int, received: Dict[Value, torch.Tensor]):
         microbatch = self.sweep.microbatches[m]
@@ -289,9 +320,7 @@ class _Run:
 
     def _backward(self, task: Task, contents: Dict) -> None:
         _, stage, m = task.key
-        program = self.sweep.microbatches[m].program
-        received = {value: tensor.requires_grad_(program.spec(value).requires_grad)
-                    for value, tensor in self.received.pop((stage, m), {}).items()}
+        received = self._leaves(stage, m)
         gradients = self.gradients.pop((stage, m))
         memory = self.memory[stage]
         memory.accumulate()
@@ -324,6 +353,9 @@ class _Run:
                 else:
                     gradient.copy_(arrived)
 
+    def _update(self, task: Task, contents: Dict) -> None:
+        self.update(task.key.stage)
+
     def _added_by_later_stages(self, stage: int) -> frozenset:
         given = {key.stage for key in self.gpu_of if key.kind is Kind.WEIGHT_GRADIENTS and key.stage > stage}
         return frozenset(name for later in given for name in self.sweep.stage_parameters[later])
@@ -353,5 +385,5 @@ _METHODS = {
     Kind.ACTIVATIONS: _Run._activations, Kind.FORWARD: _Run._forward, Kind.GIVE_ACTIVATIONS: _Run._give_activations,
     Kind.OUTPUTS: _Run._outputs, Kind.GIVE_OUTPUT_GRADIENTS: _Run._give_output_gradients,
     Kind.GRADIENTS: _Run._gradients, Kind.BACKWARD: _Run._backward, Kind.GIVE_GRADIENTS: _Run._give_gradients,
-    Kind.WEIGHT_GRADIENTS: _Run._weight_gradients,
+    Kind.WEIGHT_GRADIENTS: _Run._weight_gradients, Kind.UPDATE: _Run._update,
 }

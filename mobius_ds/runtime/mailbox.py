@@ -5,18 +5,25 @@ ends with the message, with the end of its time, or at once when a peer is lost:
 process's connections, so nobody has to ask.
 """
 
+import atexit
 import os
 import pickle
 import socket
 import struct
+import sys
 import threading
 import time
 import uuid
+import warnings
+import weakref
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 from mobius_ds.runtime.errors import OutOfStep, PeerLost, PeerTimeout, PipelineError
+
+# What torch says of its own class when the structure of a microbatch's arguments is unpickled.
+warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated", category=FutureWarning)
 
 _LEAVING = "leaving"
 _FAILED = "failed"
@@ -44,6 +51,7 @@ class Mailbox:
         self._closed = False
         self._sending = {peer: threading.Lock() for peer in range(world_size)}
         self._connections = self._connect(exchange)
+        _MAILBOXES.add(self)
         self._receiver = threading.Thread(target=self._receive, name="mobius-mailbox", daemon=True)
         self._receiver.start()
 
@@ -95,9 +103,19 @@ class Mailbox:
             gathered.append(content)
         return gathered
 
-    def fail(self, reason: str) -> None:
-        """Tells every peer that this rank has failed, so that none waits for it."""
-        self._tell_all((_FAILED, None, reason))
+    def fail(self, error: BaseException, where: str = "") -> None:
+        """Tells every peer that this rank has failed, so that none waits for it, and ends this rank's own waits.
+
+        What failed because another rank was lost passes on the first rank's reason, so that all name the same one.
+        """
+        rank, reason = self.rank, f"{type(error).__name__}: {error}" + (where and f"; {where}")
+        if isinstance(error, PeerLost):
+            rank, reason = error.rank, error.reason
+        self._tell_all((_FAILED, rank, reason))
+        if self._connections:  # a rank that is alone waits for nobody, and may go on after an error
+            with self._changed:
+                self._lost.setdefault(rank, reason)
+                self._changed.notify_all()
 
     @contextmanager
     def told(self) -> Iterator[None]:
@@ -105,7 +123,7 @@ class Mailbox:
         try:
             yield
         except BaseException as error:
-            self.fail(f"{type(error).__name__}: {error}")
+            self.fail(error)
             raise
 
     def close(self) -> None:
@@ -117,6 +135,9 @@ class Mailbox:
         for connection in self._connections.values():
             _shut(connection)
         self._receiver.join(timeout=1.0)
+        if not self._receiver.is_alive():
+            for connection in self._connections.values():
+                connection.close()
 
     def check(self) -> None:
         """Raises PeerLost if a rank has died or failed."""
@@ -125,17 +146,21 @@ class Mailbox:
 
     def _raise_if_lost(self, peer: Optional[int], what: str) -> None:
         for lost, reason in self._lost.items():
+            if lost == self.rank:
+                raise PeerLost(f"rank {lost} has failed before ({reason}) and cannot go on. Start the job again.",
+                               lost, reason)
             raise PeerLost(f"rank {lost} is gone ({reason}) while rank {self.rank} waited for {what}; the first error "
-                           f"in the output of rank {lost} says why. Start the job again.")
+                           f"in the output of rank {lost} says why. Start the job again.", lost, reason)
         if peer in self._left:
-            raise PeerLost(f"rank {self.rank} waits for {what} from rank {peer}, which has left ({self._left[peer]}). "
-                           "Every rank must make the same number of steps: check for uneven data.")
+            left = f"has left ({self._left[peer]}). Every rank must make the same number of steps: check for uneven data."
+            raise PeerLost(f"rank {self.rank} waits for {what} from rank {peer}, which {left}", peer, f"it {left}")
 
     def _send(self, peer: int, message: Tuple) -> None:
+        sent = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         try:
             with self._sending[peer]:
-                self._connections[peer].send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
-        except (OSError, ValueError):
+                self._connections[peer].send_bytes(sent)
+        except OSError:
             pass  # the receiving thread sees the closed connection and says so at the next wait
 
     def _tell_all(self, message: Tuple) -> None:
@@ -180,7 +205,9 @@ class Mailbox:
                 try:
                     kind, key, content = pickle.loads(connection.recv_bytes())
                 except (EOFError, OSError):
-                    kind, key, content = _FAILED, None, "its process died"
+                    kind, key, content = _FAILED, peers[connection], "its process died"
+                except Exception as error:  # whatever an object of the script raises when it is unpickled
+                    kind, key, content = _FAILED, peers[connection], f"its message cannot be read: {error!r}"
                 with self._changed:
                     peer = peers[connection]
                     if kind == _MESSAGE:
@@ -190,9 +217,31 @@ class Mailbox:
                         del peers[connection]
                     else:
                         if not self._closed:
-                            self._lost.setdefault(peer, content)
+                            self._lost.setdefault(key, content)
                         del peers[connection]
                     self._changed.notify_all()
+
+
+_MAILBOXES: "weakref.WeakSet[Mailbox]" = weakref.WeakSet()
+
+
+def _close_inherited() -> None:
+    # A forked child (a data loader's worker) holds copies of the connections: they would stay open after this
+    # process died, and no peer would notice.
+    for mailbox in _MAILBOXES:
+        for connection in mailbox._connections.values():
+            connection.close()
+
+
+def _say_goodbye() -> None:
+    for mailbox in list(_MAILBOXES):
+        if getattr(sys, "last_value", None) is not None and not mailbox._closed:  # the script ends by this error
+            mailbox.fail(sys.last_value)
+        mailbox.close()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
+atexit.register(_say_goodbye)
 
 
 def _shut(connection: Connection) -> None:

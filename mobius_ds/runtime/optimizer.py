@@ -9,9 +9,15 @@ from typing import Any, Dict, List, Optional
 
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from torch import nn
 
 from mobius_ds.runtime.pipeline import Pipeline
+
+
+UPDATES_EACH_PARAMETER_ALONE = {"SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad",
+                                "DeepSpeedCPULion"}
+"""Optimizers whose update of a parameter depends on that parameter alone, and that skip one without a gradient."""
 
 
 class MobiusOptimizer(ZeROOptimizer):
@@ -28,6 +34,9 @@ class MobiusOptimizer(ZeROOptimizer):
         super().__init__()
         self.optimizer = optimizer
         self.overflow = False
+        # Its product is a tensor of its own, by which DeepSpeed tells engine.backward's gradients from loss.backward's
+        # before the hooks on the model's outputs divide them by the accumulation steps.
+        self.loss_scaler = LossScaler(1.0)
         self.loss_scale = self.cur_scale = 1.0
         self.custom_loss_scaler = False
         self.torch_autocast_gradscaler = None
@@ -35,6 +44,7 @@ class MobiusOptimizer(ZeROOptimizer):
         self._pipeline = pipeline
         self._clip = clip
         self._masters: Dict[str, nn.Parameter] = {}
+        self._squares: Dict[str, float] = {}
         names = {id(parameter): name for name, parameter in parameters.items()}
         for group in optimizer.param_groups:
             group["params"] = [self._master(names, parameter) for parameter in group["params"]
@@ -56,29 +66,57 @@ class MobiusOptimizer(ZeROOptimizer):
     def step(self, closure: Any = None) -> None:
         """Clips by the global norm and updates this rank's parameters; returns when every rank has."""
         assert closure is None, "closures are not supported with deepspeed, as with its other optimizers"
-        owned = [name for name in self._pipeline.owned() if name in self._masters]
-        gradients = {name: self._pipeline.gradient(name) for name in owned}
-        squares = {name: torch.linalg.vector_norm(gradient, dtype=torch.float64).item()**2
-                   for name, gradient in gradients.items()}
+        gradients = {name: self._pipeline.gradient(name) for name in self._pipeline.owned()
+                     if name in self._masters and name not in self._squares}
+        self._add_squares(gradients)
         everyones: Dict[str, float] = {}
-        for part in self._pipeline.step("engine.step", squares):
+        for part in self._pipeline.step("engine.step", self._squares):
             everyones.update(part)
+        self._squares = {}
         # Summed in the model's order, so the norm does not depend on which rank owns what.
         self._global_grad_norm = math.sqrt(sum(everyones[name] for name in self._masters))
         excess = (self._global_grad_norm + 1e-6) / self._clip if self._clip > 0 else 0.0
+        if excess > 1.0:
+            for gradient in gradients.values():
+                gradient.div_(excess)
+        self._update(gradients)
+        self._pipeline.start_accumulation()
+        self._pipeline.step("engine.step", None)  # the script may read the parameters as soon as this returns
+
+    @property
+    def can_update_apart(self) -> bool:
+        """Whether parameters may be updated one stage at a time, before all gradients are known."""
+        return self._clip == 0 and type(self.optimizer).__name__ in UPDATES_EACH_PARAMETER_ALONE
+
+    def update_apart(self, names: List[str]) -> None:
+        """Updates some of this rank's parameters ahead of ``step``, beside a backward that has other stages to go."""
+        gradients = {name: self._pipeline.store.gradient(name) for name in names if name in self._masters}
+        self._add_squares(gradients)
+        self._update(gradients)
+
+    def _add_squares(self, gradients: Dict[str, torch.Tensor]) -> None:
         for name, gradient in gradients.items():
-            self._masters[name].grad = gradient.div_(excess) if excess > 1.0 else gradient
+            self._squares[name] = torch.linalg.vector_norm(gradient, dtype=torch.float64).item()**2
+
+    def _update(self, gradients: Dict[str, torch.Tensor]) -> None:
+        for name, gradient in gradients.items():
+            self._masters[name].grad = gradient
         self.optimizer.step()
-        for name in owned:
+        for name in gradients:
             self._masters[name].grad = None
             if self._masters[name].dtype != self._pipeline.store.layout.entries[name].dtype:
                 self._pipeline.store.weight(name).copy_(self._masters[name].data)
-        self._pipeline.start_accumulation()
-        self._pipeline.step("engine.step", None)  # the script may read the parameters as soon as this returns
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the accumulated gradients."""
         self._pipeline.start_accumulation()
+
+    def refresh_fp32_params(self) -> None:
+        """Takes the masters' values from 16-bit weights that the script has written; the others keep their precision."""
+        for name, master in self._masters.items():
+            weight = self._pipeline.store.weight(name)
+            if weight.dtype != master.dtype:
+                master.data.copy_(torch.where(weight == master.to(weight.dtype), master.data, weight.to(master.dtype)))
 
     @property
     def param_groups(self) -> List[Dict[str, Any]]:

@@ -19,7 +19,7 @@ from mobius_ds.model.intercept import Entry
 from mobius_ds.model.program import Program, TensorSpec, plain, spans
 from mobius_ds.model.trace import trace
 from mobius_ds.planning.plan import InfeasiblePlan, Plan, make_plan
-from mobius_ds.planning.schedule import DEPTH, Schedule, backward_schedule, forward_schedule, outputs_schedule
+from mobius_ds.planning.schedule import DEPTH, Kind, Schedule, backward_schedule, forward_schedule, outputs_schedule
 from mobius_ds.plugin.config import MobiusConfig
 from mobius_ds.runtime.device import GIB, Device
 from mobius_ds.runtime.errors import OutOfMemory, OutOfStep
@@ -30,8 +30,8 @@ from mobius_ds.runtime.random import forked_generators, mixed
 from mobius_ds.runtime.shared_memory import ActivationStore, Placed
 from mobius_ds.runtime.slots import gradient_groups
 from mobius_ds.runtime.store import Layout, ParameterStore
-from mobius_ds.runtime.sweep import (Microbatch, Sweep, TensorSlot, returned_leaves, sharing_stages, stage_parameters,
-                                     volumes)
+from mobius_ds.runtime.sweep import (Microbatch, Sweep, TensorSlot, giving_stages, returned_leaves, sharing_stages,
+                                     stage_parameters, volumes)
 
 Batch = Tuple[tuple, dict]
 """The arguments of one forward."""
@@ -82,6 +82,7 @@ class Pipeline:
         self._traced: set = set()
         self._reference: Optional[Program] = None
         self._owner: Dict[str, int] = {}
+        self._updated_by: Dict[int, List[str]] = {}
         self._executor: Optional[Executor] = None
         self._sweeps: Dict[int, Sweep] = {}
         self._next_sweep = 0
@@ -165,11 +166,14 @@ class Pipeline:
         self._predict(schedule)
         return self._executor.forward(sweep, schedule, [])
 
-    def backward(self, sweep: Sweep, gradients: Sequence[Dict[int, torch.Tensor]]) -> None:
+    def backward(self, sweep: Sweep, gradients: Sequence[Dict[int, torch.Tensor]],
+                 update: Optional[Callable[[List[str]], None]] = None) -> None:
         """Runs a forward's backward; weight gradients add up in the store until ``start_accumulation``.
 
         Args:
             gradients: for each of this rank's microbatches, gradients by output leaf.
+            update: runs the optimizer for some parameters of this rank, beside the sweep and as soon as their
+                gradients are complete. Given on all ranks or on none.
         """
         gathered = self._gather("backward", (sweep.number, [frozenset(given) for given in gradients]))
         if {number for number, _ in gathered} != {sweep.number}:
@@ -178,11 +182,15 @@ class Pipeline:
         given = [leaves[i] for i in range(len(gradients)) for _, leaves in gathered]
         layout = self.store.layout
         schedule = backward_schedule(self.plan, sweep.home, volumes(self.plan, sweep, layout, given),
-                                     sharing_stages(self.plan, sweep, layout))
+                                     sharing_stages(self.plan, sweep, layout),
+                                     giving_stages(self._updated_by, sweep) if update else None)
         self._predict(schedule)
-        self._garbage += self._executor.backward(sweep, schedule, gradients, self._contributed)
-        stages = {task.key.stage for task in schedule.tasks if task.category == "gradients_out"}
-        self._contributed |= {name for stage in stages for name in layout.trained(sweep.stage_parameters[stage])}
+        reached = self._contributed.union(*(layout.trained(sweep.stage_parameters[key.stage])
+                                            for key in schedule.gpu_of() if key.kind is Kind.WEIGHT_GRADIENTS))
+        self._garbage += self._executor.backward(
+            sweep, schedule, gradients, self._contributed,
+            lambda stage: update([name for name in self._updated_by[stage] if name in reached]))
+        self._contributed = reached
 
     def release(self, sweep: Sweep) -> None:
         """Says that this rank needs nothing of a forward any more. It is freed once every rank has said so."""
@@ -311,7 +319,9 @@ class Pipeline:
         self.plan = plan
         for stage, span in enumerate(spans(self._reference, plan.first_layers(), self._reference)):
             for name in self._reference.parameters_of(*span, self.units.parameters):
-                self._owner.setdefault(name, plan.gpu_of_stage[stage])
+                if name not in self._owner:
+                    self._owner[name] = plan.gpu_of_stage[stage]
+                    self._updated_by.setdefault(stage, []).append(name)
         self._executor = Executor(self.rank, plan, self.units, self.device, self.mailbox, self.activations, self.store)
         if self.rank == 0:
             logger.info(f"Mobius: {len(self._reference.layer_starts())} layers in {plan.stages} stages on "

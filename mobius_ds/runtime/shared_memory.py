@@ -85,35 +85,46 @@ SEGMENT_BYTES = 64 * 2**20
 class Arena:
     """One rank's part of the activation store: a growing list of regions with a free list.
 
-    Only the owner allocates and frees. Training repeats its sizes, so freed blocks are kept by size.
+    Only the owner allocates and frees. Freed neighbours are joined: with sequences of many lengths hardly any
+    size comes twice, and what one sweep leaves must serve the next.
     """
 
     def __init__(self, rank: int):
         self._rank = rank
         self._segments: List[Region] = []
-        self._used: List[int] = []
-        self._free: Dict[int, List[Block]] = {}
+        self._reached: List[int] = []
+        self._free: List[Block] = []
 
     @property
     def nbytes(self) -> int:
-        """Bytes handed out so far, freed ones included."""
-        return sum(self._used)
+        """Bytes of DRAM touched so far, freed ones included."""
+        return sum(self._reached)
 
     def allocate(self, nbytes: int) -> Block:
         """A block of at least ``nbytes`` bytes, aligned."""
         size = aligned(max(nbytes, 1))
-        if self._free.get(size):
-            return self._free[size].pop()._replace(nbytes=nbytes)
-        if not self._segments or self._used[-1] + size > self._segments[-1].nbytes:
+        fitting = [piece for piece in self._free if piece.nbytes >= size]
+        if not fitting:
             self._segments.append(Region.create(f"activations of rank {self._rank}", max(size, SEGMENT_BYTES)))
-            self._used.append(0)
-        block = Block(self._rank, len(self._segments) - 1, self._used[-1], nbytes)
-        self._used[-1] += size
-        return block
+            self._reached.append(0)
+            fitting = [Block(self._rank, len(self._segments) - 1, 0, self._segments[-1].nbytes)]
+            self._free += fitting
+        # The smallest piece that fits: large ones stay whole, and memory never touched is touched last.
+        piece = min(fitting, key=lambda piece: (piece.nbytes, piece))
+        self._free.remove(piece)
+        if piece.nbytes > size:
+            self._free.append(piece._replace(offset=piece.offset + size, nbytes=piece.nbytes - size))
+        self._reached[piece.segment] = max(self._reached[piece.segment], piece.offset + size)
+        return piece._replace(nbytes=nbytes)
 
     def free(self, block: Block) -> None:
         """Takes a block back."""
-        self._free.setdefault(aligned(max(block.nbytes, 1)), []).append(block)
+        start, stop = block.offset, block.offset + aligned(max(block.nbytes, 1))
+        for piece in [piece for piece in self._free if piece.segment == block.segment]:
+            if piece.offset == stop or piece.offset + piece.nbytes == start:
+                self._free.remove(piece)
+                start, stop = min(start, piece.offset), max(stop, piece.offset + piece.nbytes)
+        self._free.append(block._replace(offset=start, nbytes=stop - start))
 
     def handle(self, segment: int) -> Handle:
         """How other ranks open one of the segments."""

@@ -126,7 +126,7 @@ class Slots:
 
     def _grown(self, buffers: List[torch.Tensor], nbytes: int, what: str) -> List[torch.Tensor]:
         present = buffers[0].numel() if buffers else 0
-        if nbytes <= present:
+        if buffers and nbytes <= present:
             return buffers
         self._device.hold(DEPTH * (nbytes - present), what)
         buffers.clear()  # before the larger ones are made, so that both never exist at once

@@ -61,7 +61,7 @@ def offset_in(slot: Slot, position: int) -> int:
     """Where a region's byte ``position`` lies in the slot's buffer."""
     start = 0
     for extent in slot.extents:
-        if extent.start <= position < max(extent.stop, extent.start + 1):
+        if extent.start <= position <= extent.stop:  # at its very end lies what has no elements
             return start + position - extent.start
         start += aligned(extent.nbytes)
     raise KeyError(position)
@@ -180,6 +180,7 @@ class ParameterStore:
         """Gives up the files; the module's parameters keep their mapping."""
         for region in self._regions.values():
             region.close()
+        self.wire_weights = self._gradients = self._masters = None
 
 
 def _protect(mapping: torch.Tensor, protection: int) -> None:

@@ -125,3 +125,9 @@ def sharing_stages(plan: Plan, sweep: Sweep, layout: Layout) -> Dict[int, List[i
     trained = [frozenset(layout.trained(names)) for names in sweep.stage_parameters]
     return {stage: [later for later in range(stage + 1, plan.stages) if trained[stage] & trained[later]]
             for stage in range(plan.stages)}
+
+
+def giving_stages(updated_by: Dict[int, List[str]], sweep: Sweep) -> Dict[int, List[int]]:
+    """For each stage that updates parameters, the stages whose backward gives these gradients."""
+    return {stage: [giver for giver, given in enumerate(sweep.stage_parameters) if not set(names).isdisjoint(given)]
+            for stage, names in updated_by.items()}

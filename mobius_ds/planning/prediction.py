@@ -1,0 +1,167 @@
+"""What a step will take on a topology: time, bytes, memory, under Mobius and under its peers, by one simulator.
+
+Every prediction is of one optimizer step with as many samples for everybody: N ranks with one micro-batch each.
+The CPU optimizer follows the step where one is used (Mobius, ZeRO-3 offload, RoundPipe), at the same speed for all;
+GPipe keeps its optimizer state on the GPUs and updates there, in no time.
+"""
+
+from dataclasses import dataclass
+from typing import Callable, Dict, List, Optional, Sequence, Tuple
+
+from mobius_ds.planning.costs import bandwidths, mobius_costs, pipeline_costs, zero3_costs
+from mobius_ds.planning.partition_cost import UPDATE_BYTES_PER_PARAMETER, Problem, gpu_memory, problem_of
+from mobius_ds.planning.peers import gpipe_schedule, zero3_offload_schedule
+from mobius_ds.planning.plan import Plan, even_partition
+from mobius_ds.planning.profile import LayerProfile, ModelProfile
+from mobius_ds.planning.schedule import DEPTH, Stream, Volumes, backward_schedule, forward_schedule
+from mobius_ds.planning.simulator import Timeline, simulate
+from mobius_ds.planning.topology import Topology
+
+ON_GPU_BYTES_PER_PARAMETER = 16
+"""What a trained parameter takes on a GPU that holds everything: 16-bit weight and gradient, fp32 master, two moments."""
+
+TRANSFERS = (Stream.PREFETCH, Stream.LOAD, Stream.STORE, Stream.OFFLOAD)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One predicted step."""
+
+    name: str
+    sweeps: Tuple[Tuple[str, Timeline], ...]
+    """Its parts, one after the other."""
+    update_seconds: float
+    """Of the CPU optimizer, after them."""
+    bytes_by_category: Dict[str, int]
+    """Over all GPUs."""
+    memory_bytes: Tuple[int, ...]
+    """The most each GPU holds."""
+    missing_bytes: int
+    """By how much the fullest GPU's memory is exceeded; zero if the step fits."""
+    gpus: int
+
+    @property
+    def sweep_seconds(self) -> float:
+        """Without the optimizer."""
+        return sum(timeline.makespan for _, timeline in self.sweeps)
+
+    @property
+    def step_seconds(self) -> float:
+        """The whole step."""
+        return self.sweep_seconds + self.update_seconds
+
+    @property
+    def busiest_compute_seconds(self) -> float:
+        """Compute of the GPU that computes most."""
+        return max(sum(timeline.compute_seconds(gpu) for _, timeline in self.sweeps) for gpu in range(self.gpus))
+
+    @property
+    def exposed_share(self) -> float:
+        """The share of the sweeps in which the busiest GPU does not compute: exposed communication and bubbles."""
+        return 1 - self.busiest_compute_seconds / self.sweep_seconds
+
+    @property
+    def bubble(self) -> float:
+        """The share of all GPUs' time in which they do not compute."""
+        busy = sum(timeline.compute_seconds(gpu) for _, timeline in self.sweeps for gpu in range(self.gpus))
+        return 1 - busy / (self.gpus * self.sweep_seconds)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every GPU's memory suffices."""
+        return self.missing_bytes <= 0
+
+    def bandwidth_distribution(self) -> List[Tuple[float, int]]:
+        """(bytes/s, bytes) of every transfer of weights or gradients: at which rate how much was moved."""
+        rates = []
+        for _, timeline in self.sweeps:
+            for played in timeline.played:
+                if played.task.category in ("parameters_in", "gradients_out") and played.seconds > 0:
+                    rates.append((played.task.nbytes / played.seconds, played.task.nbytes))
+        return sorted(rates)
+
+    def share_of_bytes_below(self, rate: float) -> float:
+        """The share of weight and gradient bytes that moved at less than ``rate`` bytes/s."""
+        moved = self.bandwidth_distribution()
+        return sum(nbytes for speed, nbytes in moved if speed < rate) / sum(nbytes for _, nbytes in moved)
+
+
+def stages_of(profile: ModelProfile, plan: Plan) -> List[Sequence[LayerProfile]]:
+    """The layers of each stage."""
+    return [profile.layers[first:first + count] for first, count in zip(plan.first_layers(), plan.layers_per_stage)]
+
+
+def profile_volumes(profile: ModelProfile, plan: Plan, microbatches: int) -> Volumes:
+    """The bytes of a sweep, from the profile. Inputs are too small to matter here."""
+    stages = stages_of(profile, plan)
+    made = [stage[-1].boundary_bytes for stage in stages]
+    received = [0] + made[:-1]
+
+    def each(values: List[int]) -> List[List[int]]:
+        return [[value] * microbatches for value in values]
+
+    return Volumes([sum(layer.weight_bytes for layer in stage) for stage in stages],
+                   [sum(layer.gradient_bytes for layer in stage) for stage in stages],
+                   [0] * microbatches, each(received), each(made), each(made), each(received))
+
+
+def update_seconds(profile: ModelProfile, topology: Topology) -> float:
+    """Seconds the CPU takes to update every trained parameter."""
+    return sum(UPDATE_BYTES_PER_PARAMETER * layer.gradient_bytes / 2 for layer in profile.layers) \
+        / topology.update_bandwidth
+
+
+def predict_mobius(profile: ModelProfile, topology: Topology, plan: Plan,
+                   microbatches: Optional[int] = None) -> Prediction:
+    """A Mobius step under a plan.
+
+    Args:
+        microbatches: default as many as GPUs, as in the paper.
+    """
+    microbatches = microbatches or topology.size
+    home = [microbatch % topology.size for microbatch in range(microbatches)]
+    volumes, costs, links = profile_volumes(profile, plan, microbatches), mobius_costs(profile, topology, plan), \
+        bandwidths(topology)
+    schedules = [forward_schedule(plan, home, volumes), backward_schedule(plan, home, volumes, {})]
+    problem = _problem(profile, topology, plan, microbatches)
+    return _prediction("mobius", schedules, costs, links, topology, update_seconds(profile, topology),
+                       [need.total for need in gpu_memory(problem, plan.layers_per_stage)])
+
+
+def predict_zero3_offload(profile: ModelProfile, topology: Topology) -> Prediction:
+    """A ZeRO-3 step with everything offloaded: each GPU runs the whole model on its own micro-batch."""
+    largest = [max(getattr(layer, what) for layer in profile.layers) for what in
+               ("weight_bytes", "gradient_bytes", "working_bytes")]
+    boundary = sum(layer.boundary_bytes for layer in profile.layers)  # checkpointed activations stay on the GPU
+    memory = DEPTH * largest[0] + largest[1] + largest[2] + boundary
+    return _prediction("zero3-offload", [zero3_offload_schedule(profile.layers, topology.size)],
+                       zero3_costs(profile.layers, topology), bandwidths(topology), topology,
+                       update_seconds(profile, topology), [memory] * topology.size)
+
+
+def predict_gpipe(profile: ModelProfile, topology: Topology, microbatches: Optional[int] = None) -> Prediction:
+    """GPipe: one stage per GPU, everything in GPU memory, activations recomputed."""
+    microbatches = microbatches or topology.size
+    plan = Plan(topology.size, even_partition(len(profile.layers), topology.size), tuple(range(topology.size)))
+    memory = []
+    for stage in stages_of(profile, plan):
+        parameters = sum(layer.weight_bytes for layer in stage) / 2
+        kept = microbatches * stage[0].boundary_bytes
+        memory.append(int(ON_GPU_BYTES_PER_PARAMETER * parameters) + kept + max(layer.working_bytes for layer in stage))
+    return _prediction("gpipe", [gpipe_schedule(topology.size, microbatches)], pipeline_costs(profile, topology, plan),
+                       bandwidths(topology), topology, 0.0, memory)
+
+
+def _problem(profile: ModelProfile, topology: Topology, plan: Plan, microbatches: int) -> Problem:
+    return problem_of(profile, topology, microbatches, mapping=lambda stages: plan.gpu_of_stage)
+
+
+def _prediction(name: str, schedules: Sequence, costs: Callable, links: Dict, topology: Topology, update: float,
+                memory: Sequence[int]) -> Prediction:
+    moved: Dict[str, int] = {}
+    for schedule in schedules:
+        for category, nbytes in schedule.bytes_by_category().items():
+            moved[category] = moved.get(category, 0) + nbytes
+    sweeps = tuple((schedule.name, simulate(schedule, costs, links)) for schedule in schedules)
+    missing = max(need - gpu.memory_bytes for need, gpu in zip(memory, topology.gpus))
+    return Prediction(name, sweeps, update, moved, tuple(memory), max(0, missing), topology.size)

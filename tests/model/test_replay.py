@@ -1,0 +1,651 @@
+"""Models of many shapes, stage by stage, against themselves unsplit: equal bit for bit."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from mobius_ds.model.discovery import find_units
+from mobius_ds.model.errors import NotSplittable
+from mobius_ds.model.intercept import Entry
+from mobius_ds.model.program import Span
+from mobius_ds.model.replay import replayed
+from mobius_ds.model.trace import trace
+from tests.model.splitting import CPU, assert_same, check, left_as_it_was, run_split, run_unsplit
+
+WIDTH = 8
+X = torch.linspace(-2, 2, 3 * WIDTH).view(3, WIDTH)
+IDS = torch.tensor([[1, 5, 2, 7], [0, 3, 3, 6]])
+
+
+def linear() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def blocks(count: int = 3, make=linear) -> nn.ModuleList:
+    return nn.ModuleList([make() for _ in range(count)])
+
+
+class Base(nn.Module):
+    """A list of layers, to be called by the subclass's forward."""
+
+    def __init__(self, make=linear, count: int = 3):
+        super().__init__()
+        self.blocks = blocks(count, make)
+
+
+# Where the layers are.
+
+
+def test_nested_chains_with_layers_that_own_nothing():
+    check(nn.Sequential(nn.Sequential(linear(), nn.ReLU()), nn.Tanh(), nn.Sequential(linear(), nn.Sequential(linear()))), X)
+
+
+def test_lists_of_lists():
+
+    class Model(nn.Module):
+
+        def __init__(self):
+            super().__init__()
+            self.groups = nn.ModuleList([blocks(2), blocks(1), blocks(2)])
+
+        def forward(self, x):
+            for group in self.groups:
+                for block in group:
+                    x = functional.gelu(block(x))
+            return x
+
+    check(Model(), X)
+
+
+class Residual(nn.Module):
+
+    def __init__(self):
+        super().__init__()
+        self.inner = linear()
+
+    def forward(self, x):
+        return x + self.inner(x).relu()
+
+
+class NanoGPT(nn.Module):
+    """A dictionary holds everything; the head is tied to the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.transformer = nn.ModuleDict(dict(wte=nn.Embedding(8, WIDTH), wpe=nn.Embedding(4, WIDTH), drop=nn.Dropout(0.0),
+                                              h=blocks(3, Residual), ln_f=nn.LayerNorm(WIDTH)))
+        self.lm_head = nn.Linear(WIDTH, 8, bias=False)
+        self.transformer.wte.weight = self.lm_head.weight
+
+    def forward(self, ids, targets):
+        x = self.transformer.wte(ids) + self.transformer.wpe(torch.arange(ids.shape[1]))
+        x = self.transformer.drop(x)
+        for block in self.transformer.h:
+            x = block(x)
+        logits = self.lm_head(self.transformer.ln_f(x))
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def first(loss: torch.Tensor) -> torch.Tensor:
+    """The loss of a model that returns nothing else."""
+    return loss
+
+
+def test_a_dictionary_that_holds_everything():
+    assert check(NanoGPT(), IDS, IDS.flip(1), loss=first).shared == {"transformer.wte.weight"}
+
+
+def test_layers_named_by_patterns():
+
+    class Model(nn.Module):
+
+        def __init__(self):
+            super().__init__()
+            self.one, self.two, self.head = linear(), linear(), linear()
+
+        def forward(self, x):
+            return self.head(self.two(self.one(x).relu()).relu())
+
+    assert [call.unit for call in check(Model(), X, patterns=["one", "two"]).program.calls] == ["one", "two", "head", ""]
+
+
+# Parameters in the model's own code.
+
+
+def test_raw_parameters_before_and_after_the_layers():
+
+    class Model(Base):
+
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(8, WIDTH)
+            self.position = nn.Parameter(torch.rand(4, WIDTH))
+            self.scale = nn.Parameter(torch.rand(WIDTH))
+
+        def forward(self, ids):
+            x = self.embed(ids) + self.position[:ids.shape[1]]
+            for block in self.blocks:
+                x = block(x)
+            return x * self.scale
+
+    assert not check(Model(), IDS).shared
+
+
+def test_a_head_that_uses_the_embeddings_weight():
+
+    class Model(Base):
+
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(8, WIDTH)
+
+        def forward(self, ids):
+            x = self.embed(ids)
+            for block in self.blocks:
+                x = block(x)
+            return functional.linear(x, self.embed.weight)
+
+    assert check(Model(), IDS).shared == {"embed.weight"}
+
+
+def test_a_parameter_of_a_layer_used_by_the_models_own_code():
+
+    class Model(Base):
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x @ self.blocks[0].weight
+
+    assert check(Model(), X).shared == {"blocks.0.weight"}
+
+
+def test_a_module_used_twice():
+    shared = linear()
+    assert check(nn.Sequential(shared, nn.ReLU(), linear(), shared), X).shared == {"0.weight", "0.bias"}
+
+
+def test_a_module_with_two_names():
+
+    class Model(Base):
+
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(WIDTH)
+            self.alias = self.norm
+
+        def forward(self, x):
+            x = self.norm(x)
+            for block in self.blocks:
+                x = block(x)
+            return self.alias(x)
+
+    assert check(Model(), X).shared == {"norm.weight", "norm.bias"}
+
+
+def test_a_parameter_nobody_uses_has_no_gradient():
+
+    class Model(Base):
+
+        def forward(self, x):
+            return self.blocks[2](self.blocks[0](x))
+
+    assert check(Model(), X).gradients["blocks.1.weight"] is None
+
+
+# Values that skip layers.
+
+
+def test_a_residual_around_all_layers():
+
+    class Model(Base):
+
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(8, WIDTH)
+
+        def forward(self, ids):
+            first = x = self.embed(ids)
+            for block in self.blocks:
+                x = block(x).relu()
+            return x + first
+
+    program = check(Model(), IDS).program
+    assert all(len(program.live(cut)) == 2 for cut in (2, 3)), "the embedding passes through every stage"
+
+
+def test_residuals_in_the_models_own_code():
+
+    class Model(Base):
+
+        def __init__(self):
+            super().__init__()
+            self.embed, self.position = nn.Embedding(8, WIDTH), nn.Embedding(4, WIDTH)
+
+        def forward(self, ids):
+            x = self.embed(ids) + self.position(torch.arange(ids.shape[1]))
+            for block in self.blocks:
+                x = x + block(x)
+            return x
+
+    # Every stage sums up what the layers before it returned, so gradients of the summands add up in another order.
+    check(Model(), IDS, close=True)
+
+
+def test_skips_between_layers_as_in_a_unet():
+
+    class Model(Base):
+
+        def __init__(self):
+            super().__init__(count=6)
+
+        def forward(self, x):
+            skips = []
+            for block in self.blocks[:3]:
+                x = block(x).tanh()
+                skips.append(x)
+            for block in self.blocks[3:]:
+                x = block(x + skips.pop())
+            return x
+
+    # A skipped value is recomputed by the code between the layers wherever it is needed: sums have another order.
+    check(Model(), X, close=True)
+
+
+def test_an_encoder_and_a_decoder():
+
+    class Decodes(nn.Module):
+
+        def __init__(self):
+            super().__init__()
+            self.own, self.other = linear(), linear()
+
+        def forward(self, x, *, memory):
+            return x + self.own(x) * self.other(memory)
+
+    class Model(nn.Module):
+
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.decoder = blocks(2), blocks(3, Decodes)
+
+        def forward(self, x, y):
+            for block in self.encoder:
+                x = block(x)
+            for block in self.decoder:
+                y = block(y, memory=x)
+            return y
+
+    check(Model(), X, X.flip(0))
+
+
+# In place.
+
+
+@pytest.mark.parametrize("write", [
+    lambda x: x.mul_(2), lambda x: functional.relu_(x), lambda x: x.__iadd__(1), lambda x: x[:, 0].zero_(),
+    lambda x: x.masked_fill_(X > 1, 0), lambda x: torch.mul(x.detach(), 3, out=torch.empty(0))], ids=range(6))
+def test_the_models_code_may_write_into_what_layers_return(write):
+
+    class Model(Base):
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+                write(x)
+            return x
+
+    check(Model(), X)
+
+
+def test_activations_in_place_between_layers():
+    check(nn.Sequential(linear(), nn.ReLU(inplace=True), linear(), nn.ReLU(inplace=True), linear()), X)
+
+
+def test_a_layer_that_starts_with_an_activation_in_place():
+
+    class Layer(nn.Linear):
+
+        def forward(self, x):
+            return super().forward(functional.relu(x, inplace=True))
+
+    check(nn.Sequential(linear(), Layer(WIDTH, WIDTH), Layer(WIDTH, WIDTH)), X)
+
+
+# What layers take and return.
+
+
+class Rich(nn.Module):
+    """Returns floats, a bool tensor, None, a string and nested tuples in a dictionary."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH, WIDTH))
+
+    def forward(self, carried, rope, *, shift=None, training=True):
+        x = carried["x"] @ self.weight
+        cos, (sin, ) = rope
+        x = x * cos + x.roll(1, -1) * sin
+        if shift is not None:
+            x = x + shift
+        return {"x": x, "positive": x > 0, "nothing": None, "name": "rich", "pair": (x.detach() * 2, [x.sum()])}
+
+
+def test_dictionaries_none_bools_nested_tuples_and_keywords():
+
+    class Model(nn.Module):
+
+        def __init__(self):
+            super().__init__()
+            self.blocks = blocks(3, Rich)
+
+        def forward(self, x):
+            carried = {"x": x}
+            for number, block in enumerate(self.blocks):
+                carried = block(carried, (X.cos(), (X.sin(), )), shift=carried.get("pair", (None, ))[0], training=True)
+                assert carried["nothing"] is None and carried["name"] == "rich"
+                carried["x"] = torch.where(carried["positive"], carried["x"], -carried["x"])
+            return carried["x"] + carried["pair"][1][0]
+
+    check(Model(), X, close=True)
+
+
+class Pair(NamedTuple):
+    hidden: torch.Tensor
+    aside: torch.Tensor
+
+
+def test_named_tuples_and_the_same_object_handed_through():
+
+    class Layer(nn.Module):
+
+        def __init__(self):
+            super().__init__()
+            self.inner = linear()
+
+        def forward(self, pair):
+            return Pair(self.inner(pair.hidden) + pair.aside, pair.aside)
+
+    class Model(Base):
+
+        def __init__(self):
+            super().__init__(Layer)
+            self.embed = linear()
+
+        def forward(self, x):
+            pair = Pair(x, self.embed(x))
+            for block in self.blocks:
+                pair = block(pair)
+            return pair.hidden
+
+    program = check(Model(), X).program
+    assert len(program.live(3)) == 2, "what is handed through is one value, not one per layer"
+
+
+def test_buffers_and_tables_computed_by_the_model():
+
+    class Model(Base):
+
+        def __init__(self):
+            super().__init__(lambda: nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True))
+            self.register_buffer("table", torch.rand(4, WIDTH))
+
+        def forward(self, x):
+            mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+            x = x + self.table[:x.shape[1]]
+            for block in self.blocks:
+                x = block(x, src_mask=mask, is_causal=True)
+            return x
+
+    check(Model(), torch.rand(2, 4, WIDTH))
+
+
+# Paths that change.
+
+
+class Toggles(Base):
+    """Its path depends on an attribute, which no trace can see."""
+
+    def __init__(self, short=2, long=3):
+        super().__init__(count=4)
+        self.lengths, self.count = (short, long), 3
+        self.order = [0, 1, 2, 3]
+
+    def forward(self, x):
+        for number in self.order[:self.count]:
+            x = self.blocks[number](x)
+        return x
+
+
+@pytest.mark.parametrize("count, order, message", [
+    (2, [0, 1, 2, 3], "returned after 2 calls.*where 3 were made"),
+    (4, [0, 1, 2, 3], "called module 'blocks.3' where it called 'nothing more'"),
+    (3, [0, 2, 1, 3], "called module 'blocks.2' where it called 'blocks.1'"),
+])
+@pytest.mark.parametrize("stages", [1, 3])
+def test_a_path_that_changes_is_an_error(stages, count, order, message):
+    model = Toggles()
+    program = trace(Entry(model), find_units(model), (X, ), {}, CPU)
+    model.count, model.order = count, order
+    with pytest.raises(NotSplittable, match=message):
+        run_split(model, X, stages=stages, program=program)
+
+
+@pytest.mark.parametrize("changed, message", [
+    (lambda y: y[:, :4], r"returned \(3, 4\).*where \(3, 8\).*was traced"),
+    (lambda y: (y, y), "where .* was traced: what layers return must be the same"),
+])
+def test_layers_that_return_something_else_than_traced_are_an_error(changed, message):
+
+    class Layer(nn.Linear):
+        change = staticmethod(lambda y: y)
+
+        def forward(self, x):
+            return self.change(super().forward(x))
+
+    model = nn.Sequential(Layer(WIDTH, WIDTH), linear())
+    program = trace(Entry(model), find_units(model), (X, ), {}, CPU)
+    Layer.change = staticmethod(changed)
+    with pytest.raises(NotSplittable, match=message):
+        run_split(model, X, program=program)
+
+
+# How a stage leaves the forward.
+
+
+def test_a_model_that_catches_exceptions_does_not_catch_the_stages_end():
+
+    class Model(Base):
+
+        def forward(self, x):
+            for block in self.blocks:
+                try:
+                    x = block(x)
+                except Exception:
+                    raise AssertionError("caught what is not the model's") from None
+            return x
+
+    check(Model(), X)
+
+
+def test_a_model_that_catches_everything_is_told():
+
+    class Model(Base):
+
+        def forward(self, x):
+            for block in self.blocks:
+                try:
+                    x = block(x)
+                except:  # noqa: E722
+                    pass
+            return x
+
+    with pytest.raises(NotSplittable, match="caught the exception by which a stage leaves it.*Catch Exception"):
+        run_split(Model(), X)
+
+
+def test_context_managers_of_the_model_are_left_properly():
+    entered = []
+
+    class Model(Base):
+
+        def forward(self, x):
+            entered.append(+1)
+            try:
+                with torch.autocast("cpu", enabled=False):
+                    for block in self.blocks:
+                        x = block(x)
+            finally:
+                entered.append(-1)
+            return x
+
+    check(Model(), X)
+    assert sum(entered) == 0 and not torch.is_autocast_enabled("cpu")
+
+
+# Nothing stays behind.
+
+
+def test_a_users_own_forward_on_a_layer_comes_back():
+    model = nn.Sequential(linear(), linear())
+    original = model[0].forward
+    model[0].forward = lambda x: original(x) * 2
+    check(model, X)
+    assert model[0].__dict__["forward"](X).equal(original(X) * 2)
+
+
+def test_the_module_is_as_before_after_a_stage_that_raised():
+
+    class Fails(nn.Linear):
+        fails = False
+
+        def forward(self, x):
+            if self.fails:
+                raise KeyError("mine")
+            return super().forward(x)
+
+    model = nn.Sequential(linear(), Fails(WIDTH, WIDTH))
+    entry, units = Entry(model), find_units(model)
+    program = trace(entry, units, (X, ), {}, CPU)
+    Fails.fails = True
+    parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with left_as_it_was(model), pytest.raises(KeyError, match="mine"):
+        with replayed(entry, units, program, Span(0, 2), parameters, {}, (X, ), {}, lambda point: None):
+            raise AssertionError("not reached")
+    with left_as_it_was(model), pytest.raises(ZeroDivisionError), torch.no_grad():
+        with replayed(entry, units, program, Span(0, 1), parameters, {}, (X, ), {}, lambda point: None):
+            raise ZeroDivisionError
+
+
+def test_a_stage_touches_no_weight_of_another():
+    """The model's own parameters hold NaN meanwhile, so that reading one where a stage's copy belongs would show."""
+    model = NanoGPT()
+    expected = run_unsplit(model, IDS, IDS, loss=first)
+    entry, units = Entry(model), find_units(model)
+    program = trace(entry, units, (IDS, IDS), {}, CPU)
+    copies = {name: p.detach().clone() for name, p in model.named_parameters()}
+    boundary = {}
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(float("nan"))
+        starts = [*program.layer_starts(), program.end]
+        for span in map(Span, starts, starts[1:]):
+            own = {name: copies[name] for name in program.parameters_of(*span, units.parameters)}
+            received = {value: boundary[value] for value in program.live(span.start)}
+            with replayed(entry, units, program, span, own, received, (IDS, IDS), {}, torch.manual_seed) as handover:
+                boundary.update(handover.values)
+    assert torch.equal(handover.outputs[0][0], expected.loss)
+
+
+# Random numbers and recomputation.
+
+
+class Noisy(Base):
+    """Random numbers in the layers and in the code between them."""
+
+    def __init__(self):
+        super().__init__(lambda: nn.Sequential(linear(), nn.Dropout(0.5)), count=4)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = functional.dropout(block[1](block[0](x)) if isinstance(block, nn.Sequential) else block(x), 0.2)
+        return x
+
+
+def test_random_numbers_depend_on_the_call_and_not_on_the_cut():
+    model = Noisy()
+    whole = run_split(model, X, stages=1, seed=7)
+    for stages in (2, 3, 4):
+        assert_same(run_split(model, X, stages=stages, seed=7), whole)
+    assert not torch.equal(run_split(model, X, stages=4, seed=8).loss, whole.loss)
+
+
+class Dropped(nn.Module):
+
+    def __init__(self):
+        super().__init__()
+        self.inner = linear()
+
+    def forward(self, x):
+        return functional.dropout(self.inner(x), 0.5).relu()
+
+
+class Checkpoints(Base):
+    """Every layer under activation checkpointing, the first one twice."""
+
+    reentrant = None
+
+    def __init__(self):
+        super().__init__(Dropped)
+
+    def forward(self, x):
+        for block in [*self.blocks, self.blocks[0]]:
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_checkpointed_layers_draw_the_same_masks_again(stages):
+    model = Checkpoints()
+    plain = run_split(model, X, stages=stages, seed=9)
+    model.reentrant = False
+    assert_same(run_split(model, X, stages=stages, seed=9), plain)
+
+
+def test_reentrant_checkpoints_around_layers_are_refused():
+    model = Checkpoints()
+    model.reentrant = True
+    with pytest.raises(NotSplittable, match="'blocks.0' is called without gradients.*use_reentrant=False"):
+        run_split(model, X.clone().requires_grad_())
+
+
+def test_layers_that_the_model_runs_without_gradients():
+
+    class Model(Base):
+
+        def forward(self, x):
+            with torch.no_grad():
+                x = self.blocks[0](x)
+            return self.blocks[2](self.blocks[1](x))
+
+    assert check(Model(), X).gradients["blocks.0.weight"] is None
+
+
+def test_a_checkpoint_around_layers_of_two_stages_is_an_error():
+
+    class Model(Base):
+
+        def __init__(self):
+            super().__init__(count=4)
+
+        def forward(self, x):
+            return checkpoint_sequential(list(self.blocks), 2, x, use_reentrant=False)
+
+    model = Model()
+    assert_same(run_split(model, X, stages=1), run_unsplit(model, X))
+    with pytest.raises(NotSplittable, match="Turn activation checkpointing off"):
+        run_split(model, X, stages=4)

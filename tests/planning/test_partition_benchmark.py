@@ -1,0 +1,36 @@
+"""How long planning takes (pytest-benchmark)."""
+
+from mobius_ds.planning.mapping import cross
+from mobius_ds.planning.partition import best_partition
+from mobius_ds.planning.partition_cost import GpuCost, Problem, problem_of, step_seconds
+from mobius_ds.planning.partition_mip import PartitionMip
+from mobius_ds.planning.plan import even_partition
+from mobius_ds.planning.profile import LayerProfile
+from mobius_ds.planning.topology import GIB, preset
+from tests.planning.test_partition import GPT_51B
+
+FIFTY = Problem((LayerProfile("block", 0.05, 0.15, 900_000_000, 900_000_000, 20_000_000, 500_000_000),) * 50,
+                (GpuCost(24 * GIB, 13.1e9),) * 8, 8, lambda stages: tuple(stage % 8 for stage in range(stages)))
+
+
+def test_solver(benchmark):
+    """50 layers, 8 GPUs, 8 microbatches, 32 stages, to 1 %."""
+    start = even_partition(50, 32)
+    outcome = benchmark.pedantic(lambda: PartitionMip(FIFTY, 32).solve(30.0, gap=0.01, start=start), rounds=3)
+    assert outcome.finished and outcome.bound >= 0.99 * step_seconds(FIFTY, outcome.partition).total - 1e-9
+
+
+def test_search(benchmark):
+    """51B parameters on 8 GPUs, all numbers of stages, to the default gap."""
+    case = problem_of(GPT_51B, preset("3090ti-8-4+4"), 8)
+    found = benchmark.pedantic(best_partition, (case,), rounds=1)
+    assert found.gap <= 0.01
+
+
+def test_evaluator(benchmark):
+    assert benchmark(step_seconds, FIFTY, even_partition(50, 32)).total > 0
+
+
+def test_mapping(benchmark):
+    topology = preset("3090ti-8-4+4")
+    assert len(benchmark(cross, topology, 40)) == 40

@@ -1,0 +1,433 @@
+"""What goes wrong on one rank ends the job on all: soon, with one clear error each, and nothing stays behind."""
+
+import gc
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional
+
+import pytest
+import torch
+from torch import nn
+
+import mobius_ds.runtime.executor as executor_module
+from mobius_ds.planning.schedule import Kind
+from mobius_ds.runtime.device import GIB
+from tests.ranks import outcomes_of_ranks, run_ranks
+from tests.runtime.jobs import config, endless, initialize, language_model, mine, rank_and_size, tokens, weights
+
+SOON = 10.0
+"""Seconds in which a rank must hear of another one's end; on a busy machine, for it takes milliseconds."""
+
+
+def settings(**mobius: Any) -> Dict[str, Any]:
+    section = {"enabled": True, "layers_per_stage": 1, "timeout_seconds": 60, **mobius}
+    return {**config(), "mobius": {key: value for key, value in section.items() if value is not None}}
+
+
+def train(engine: Any, steps: int, first: int = 0) -> List[float]:
+    losses = []
+    for step in range(first, first + steps):
+        loss = engine(*mine(step)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+class Ended:
+    """How a job ended on one rank."""
+
+    def __init__(self, error: Optional[BaseException], result: Any = None):
+        self.kind = type(error).__name__
+        self.text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        self.at = time.time()
+        self.result = result
+
+    def __repr__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+
+def ending(directory: Path, job: Callable, *args: Any) -> Ended:
+    """Runs ``job(engine)`` to its end, whatever that is, and leaves the pipeline in order."""
+    directory.joinpath(f"pid {os.getpid()}").touch()
+    engine = initialize(language_model(), settings(**(args[0] if args else {})))
+    try:
+        return Ended(None, job(engine))
+    except BaseException as error:
+        return Ended(error)
+    finally:
+        engine.destroy()
+
+
+def endings(directory: Path, ranks: int, job: Callable, *args: Any) -> List[Optional[Ended]]:
+    """How ``job`` ended on every rank; None where the process was killed. Nothing of the job is left afterwards."""
+    outcomes = outcomes_of_ranks(ranks, ending, directory, job, *args, timeout=60)
+    assert not any(outcome.error for outcome in outcomes), outcomes
+    assert all(outcome.exit_code is not None for outcome in outcomes), "a rank hung"
+    assert_nothing_left(directory, ranks)
+    return [outcome.result for outcome in outcomes]
+
+
+def assert_nothing_left(directory: Path, ranks: int) -> None:
+    pids = [path.name.split()[1] for path in directory.glob("pid *")]
+    assert len(pids) == ranks
+    # Their regions have no name, so they are gone with the last process.
+    assert not [pid for pid in pids if Path("/proc", pid).exists()]
+    assert not [name for name in os.listdir("/dev/shm") if "mobius" in name]
+
+
+# Memory.
+
+def one_step(engine: Any) -> Any:
+    before = weights(engine.module)
+    try:
+        return train(engine, 1)
+    except Exception:
+        assert all(torch.equal(before[name], weight) for name, weight in weights(engine.module).items())
+        raise
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_budget_too_small_for_a_layer_is_one_error_on_every_rank(tmp_path, ranks):
+    ended = endings(tmp_path, ranks, one_step, {"device_memory_gb": 1e-6, "layers_per_stage": None})
+    for end in ended:
+        assert end.kind == "InfeasiblePlan" and end.text == ended[0].text
+        assert "needs 0.000 GiB" in end.text and "the budget is 0.000 GiB" in end.text
+        assert "device_memory_gb" in end.text and "stage " in end.text
+
+
+def budgeted() -> Any:
+    torch.manual_seed(0)
+    budget = 36_000
+    ample = initialize(language_model(), settings(layers_per_stage=None))
+    expected = train(ample, 2)
+    fewest = ample.pipeline.plan.stages
+    ample.destroy()
+    tight = initialize(language_model(), settings(layers_per_stage=None, device_memory_gb=budget / GIB))
+    losses = train(tight, 2)
+    result = fewest, tight.pipeline.plan.stages, tight.peak_device_bytes() <= budget, losses == expected
+    tight.destroy()
+    return result
+
+
+def test_a_middling_budget_makes_more_stages_and_changes_no_number():
+    [(fewest, stages, within, same)] = run_ranks(1, budgeted)
+    assert fewest == 2 < stages <= 6
+    assert within and same
+
+
+# A rank that dies.
+
+def at(kind: Kind, stage: int, act: Callable[[], Any]) -> None:
+    """Lets this rank ``act`` in its next task of a kind and stage."""
+    method = executor_module._METHODS[kind]
+
+    def acting(run: Any, task: Any, contents: Any) -> Any:
+        if task.key.stage == stage:
+            act()
+        return method(run, task, contents)
+
+    executor_module._METHODS[kind] = acting
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def rank_1_dies_in(where: str) -> Callable[[Any], None]:
+    def job(engine: Any) -> None:
+        train(engine, 1)
+        rank, size = rank_and_size()
+        if rank == 1:
+            stage = size + 1  # its second
+            if where == "step":
+                engine.optimizer.optimizer.step = die
+            else:
+                at(Kind.FORWARD if where == "forward" else Kind.BACKWARD, stage, die)
+        train(engine, 1, first=1)
+    return job
+
+
+def dies_in_forward(engine: Any) -> None:
+    rank_1_dies_in("forward")(engine)
+
+
+def dies_in_backward(engine: Any) -> None:
+    rank_1_dies_in("backward")(engine)
+
+
+def dies_in_step(engine: Any) -> None:
+    rank_1_dies_in("step")(engine)
+
+
+@pytest.mark.parametrize("job", [dies_in_forward, dies_in_backward, dies_in_step])
+def test_a_rank_that_is_killed_ends_the_others_at_once(tmp_path, job):
+    begun = time.time()
+    first, killed, third = endings(tmp_path, 3, job)
+    assert killed is None
+    for end in (first, third):
+        assert end.kind == "PeerLost", end
+        assert "rank 1 is gone (its process died)" in end.text
+    assert abs(first.at - third.at) < SOON and time.time() - begun < 2 * SOON
+
+
+def dies_with_a_child_left(engine: Any) -> None:
+    train(engine, 1)
+    rank, _ = rank_and_size()
+    if rank == 1:
+        if os.fork() == 0:  # as a data loader's worker, which outlives a killed parent for a while
+            time.sleep(2 * SOON)
+            os._exit(0)
+        die()
+    train(engine, 1, first=1)
+
+
+def test_a_forked_child_does_not_hide_the_death_of_its_rank(tmp_path):
+    outcomes = outcomes_of_ranks(2, ending, tmp_path, dies_with_a_child_left, timeout=1.5 * SOON)
+    assert outcomes[0].result.kind == "PeerLost" and "rank 1 is gone (its process died)" in outcomes[0].result.text
+
+
+# A rank that raises.
+
+def a_token_that_does_not_exist(engine: Any) -> None:
+    rank, _ = rank_and_size()
+    ids, labels = mine(0)
+    engine(ids + 1000 * rank, labels)
+
+
+def test_bad_data_keeps_its_exception_and_says_whose_it_was(tmp_path):
+    first, second = endings(tmp_path, 2, a_token_that_does_not_exist)
+    # The first stage runs on rank 0, for everybody's data.
+    assert first.kind == "IndexError"
+    assert "mobius: rank 0, forward of stage 0 (tokens) for microbatch 1 of rank 1" in first.text
+    assert second.kind == "PeerLost"
+    assert "rank 0 is gone (IndexError" in second.text and "stage 0 (tokens)" in second.text
+
+
+class Fussy(torch.autograd.Function):
+    """Has no backward for rank 1's second stage."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ArithmeticError("no gradient today")
+
+
+def no_gradient(engine: Any) -> None:
+    rank, size = rank_and_size()
+    if rank == 1:
+        block = engine.module.blocks[size]  # layer size + 1: rank 1's second stage
+        up = block.up.forward
+        block.up.forward = lambda x: Fussy.apply(up(x))
+    loss = engine(*mine(0)).loss
+    engine.backward(loss)
+
+
+def test_an_error_in_backward_keeps_its_type_and_reaches_every_rank(tmp_path):
+    first, second, third = endings(tmp_path, 3, no_gradient)
+    assert second.kind == "ArithmeticError"
+    assert "mobius: rank 1, backward of stage 4 (blocks.3) for microbatch 0 of rank 0" in second.text
+    for end in (first, third):
+        assert end.kind == "PeerLost"
+        assert "rank 1 is gone (ArithmeticError: no gradient today; backward of stage 4 (blocks.3)" in end.text
+
+
+def a_copy_fails(engine: Any) -> None:
+    train(engine, 1)
+    if rank_and_size()[0] == 1:
+        at(Kind.ACTIVATIONS, 3, lambda: 1 / 0)
+    train(engine, 1, first=1)
+
+
+def test_an_error_on_a_copying_stream_reaches_the_script_that_waits_for_compute(tmp_path):
+    first, second = endings(tmp_path, 2, a_copy_fails)
+    assert second.kind == "ZeroDivisionError" and "rank 1, activations of stage 3" in second.text
+    assert first.kind == "PeerLost" and "rank 1 is gone (ZeroDivisionError" in first.text
+
+
+def interrupted_in_compute(engine: Any) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    train(engine, 1)
+    if rank_and_size()[0] == 1:
+        at(Kind.FORWARD, 1, interrupt)
+    train(engine, 1, first=1)
+
+
+def interrupted_while_waiting(engine: Any) -> None:
+    train(engine, 1)
+    if rank_and_size()[0] == 1:
+        # Rank 1 waits in its first compute for what rank 0 sleeps over.
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    else:
+        at(Kind.FORWARD, 0, lambda: time.sleep(1.5))
+    train(engine, 1, first=1)
+
+
+@pytest.mark.parametrize("job", [interrupted_in_compute, interrupted_while_waiting])
+def test_an_interrupt_hangs_nobody(tmp_path, job):
+    first, second = endings(tmp_path, 2, job)
+    assert second.kind == "KeyboardInterrupt"
+    assert first.kind == "PeerLost" and "rank 1 is gone (KeyboardInterrupt" in first.text
+
+
+def goes_on_after_an_error(engine: Any) -> List[float]:
+    ids, labels = mine(0)
+    for _ in range(3):
+        with pytest.raises(IndexError):
+            engine(ids + 1000, labels)
+    return train(engine, 2)
+
+
+def test_a_single_rank_may_go_on_after_an_error(tmp_path):
+    [end] = endings(tmp_path, 1, goes_on_after_an_error, {"device_memory_gb": 36_000 / GIB})
+    assert end.kind == "NoneType" and len(end.result) == 2
+
+
+# Ranks out of step.
+
+def another_call(engine: Any) -> None:
+    loss = engine(*mine(0)).loss
+    engine.backward(loss)
+    if rank_and_size()[0] == 0:
+        engine.step()
+    else:
+        engine(*mine(1))
+
+
+def test_different_calls_are_named_on_both_ranks(tmp_path):
+    first, second = endings(tmp_path, 2, another_call)
+    assert first.kind == second.kind == "OutOfStep"
+    assert "rank 0 is in engine.step, but rank 1 is in forward" in first.text
+    assert "rank 1 is in forward, but rank 0 is in engine.step" in second.text
+
+
+def fewer_steps(engine: Any) -> None:
+    train(engine, 3 - rank_and_size()[0])
+
+
+def test_a_rank_that_stops_early_has_left(tmp_path):
+    first, second = endings(tmp_path, 2, fewer_steps)
+    assert second.kind == "NoneType"
+    assert first.kind == "PeerLost" and "rank 1, which has left" in first.text and "uneven data" in first.text
+
+
+def sleeps(engine: Any) -> None:
+    train(engine, 1)
+    if rank_and_size()[0] == 1:
+        time.sleep(4)
+    train(engine, 1, first=1)
+
+
+def test_a_rank_that_is_late_is_named_with_what_it_owes(tmp_path):
+    first, second = endings(tmp_path, 2, sleeps, {"timeout_seconds": 1.5})
+    assert first.kind == "PeerTimeout"
+    assert "rank 0 waited 1.5 s for its part of forward from rank 1" in first.text and "timeout_seconds" in first.text
+    assert second.kind == "PeerLost"
+
+
+def other_numbers_of_microbatches() -> Ended:
+    rank, _ = rank_and_size()
+    engine = initialize(language_model(), {**settings(), "gradient_accumulation_steps": 1 + rank})
+    try:
+        return Ended(None, engine.train_batch(endless()))
+    except Exception as error:
+        return Ended(error)
+    finally:
+        engine.destroy()
+
+
+def test_different_numbers_of_microbatches_are_an_error():
+    for end in run_ranks(2, other_numbers_of_microbatches):
+        assert end.kind == "OutOfStep" and "[1, 2]" in end.text
+
+
+def runs_dry(engine: Any) -> None:
+    data = iter([mine(step) for step in range(2 - rank_and_size()[0])])
+    engine.train_batch(data)
+    engine.train_batch(data)
+
+
+def test_data_that_runs_dry_on_one_rank_ends_the_other(tmp_path):
+    first, second = endings(tmp_path, 2, runs_dry)
+    assert second.kind == "StopIteration"
+    assert first.kind == "PeerLost" and "rank 1" in first.text
+
+
+# Batches that differ between ranks.
+
+def odd_batch(rank: int):
+    ids, labels = tokens(rank, batch=3 - 2 * rank)
+    return (ids, labels) if rank == 0 else (ids[:, :4], labels[:, :4])
+
+
+def odd_batches() -> Any:
+    rank, size = rank_and_size()
+    alone = language_model()
+    losses = [alone(*odd_batch(other)).loss for other in range(size)]
+    (sum(losses) / size).backward()
+    engine = initialize(language_model(), {**settings(), "optimizer": {"type": "SGD", "params": {"lr": 1.0}}})
+    before = weights(engine.module)
+    ids, labels = odd_batch(rank)
+    loss = (engine(ids, labels) if rank == 0 else engine(labels=labels, ids=ids)).loss
+    engine.backward(loss)
+    engine.step()
+    for name, weight in weights(engine.module).items():
+        torch.testing.assert_close(before[name] - weight, dict(alone.named_parameters())[name].grad, rtol=1e-4, atol=1e-6)
+    engine.destroy()
+    return loss.item(), losses[rank].item()
+
+
+def test_batches_of_other_sizes_and_structures_count_as_in_the_unsplit_model():
+    for loss, expected in run_ranks(2, odd_batches):
+        assert loss == pytest.approx(expected, abs=1e-6)
+
+
+# After the end.
+
+def left_open() -> Any:
+    """Threads of pipelines, their files in memory, and sockets between ranks; the process group's own are not counted."""
+    local = {line.split()[6] for line in Path("/proc/net/unix").read_text().splitlines()[1:]}
+    files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return ([thread.name for thread in threading.enumerate() if thread.name.startswith("mobius")],
+            sum("memfd:mobius_ds" in file for file in files), sum(file[len("socket:["):-1] in local for file in files))
+
+
+def settled() -> Any:
+    deadline = time.monotonic() + 5
+    while left_open()[0] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return left_open()
+
+
+def many_engines() -> Any:
+    before, found = left_open(), []
+    for _ in range(3):
+        model: nn.Module = language_model()
+        engine = initialize(model, settings())
+        train(engine, 1)
+        expected = weights(model)
+        engine.destroy()
+        engine.destroy()
+        assert all(torch.equal(expected[name], weight) for name, weight in weights(model).items())
+        loss = model(*tokens(0)).loss
+        loss.backward()
+        assert loss.item() > 0 and model.head.weight.grad is not None
+        del engine, loss
+        gc.collect()
+        found.append(settled())
+    return before, found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_engines_leave_no_thread_and_no_file_and_a_working_module(ranks):
+    for (_, _, sockets), found in run_ranks(ranks, many_engines):
+        the_modules_own = 1
+        assert found == [([], the_modules_own, sockets)] * 3
