@@ -4,7 +4,7 @@ Nothing of this outlives the ``with`` block: the user's module is as it was befo
 """
 
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
 
 import torch
 from torch import nn
@@ -54,6 +54,23 @@ class Entry(nn.Module):
         finally:
             for holder, attribute, parameter in replaced:
                 holder[attribute] = parameter
+
+    @contextmanager
+    def scratch_buffers(self, names: Optional[Iterable[str]] = None) -> Iterator[Dict[str, torch.Tensor]]:
+        """Puts copies in place of buffers (all by default) while the block runs, so that nothing is written into them."""
+        wanted = None if names is None else set(names)
+        holders = [(module._buffers, attribute, f"{prefix}.{attribute}" if prefix else attribute)
+                   for prefix, module in self.model.named_modules() for attribute in module._buffers]
+        saved = [(holder, attribute, name, holder[attribute]) for holder, attribute, name in holders
+                 if holder[attribute] is not None and (wanted is None or name in wanted)]
+        copies = {}
+        try:
+            for holder, attribute, name, buffer in saved:
+                copies[name] = holder[attribute] = buffer.clone()
+            yield copies
+        finally:
+            for holder, attribute, _, buffer in saved:
+                holder[attribute] = buffer
 
     def _places(self) -> List[Tuple[dict, str, str]]:
         """Where each parameter hangs: a module's own table, the key in it, and the parameter's name in the model."""

@@ -213,20 +213,12 @@ def _figures(traced: TracedModel, layer: _Layer, work: Work) -> _Figures:
     specs = [traced.parameters[parameter] for parameter in layer.parameters]
     modules = [traced.units.modules[call.unit] for call in program.calls[slice(*layer.span)]]
     if layer.span.stop == program.end:  # it hands on what goes back to the script
-        boundary_bytes = sum(program.outputs.returns[leaf].nbytes for leaf in _returned(program))
+        boundary_bytes = sum(program.outputs.returns[leaf].nbytes for leaf in program.returned())
     else:
         boundary_bytes = program.boundary_bytes(layer.span.stop)
     return _Figures("+".join(dict.fromkeys(type(module).__name__ for module in modules)), work,
                     sum(spec.nbytes for spec in specs), sum(spec.nbytes for spec in specs if spec.requires_grad),
                     boundary_bytes)
-
-
-def _returned(program: Program) -> Tuple[int, ...]:
-    """The model's output leaves that training returns and differentiates: its loss, or all if it has none."""
-    graded = [index for index, leaf in enumerate(program.outputs.returns)
-              if isinstance(leaf, TensorSpec) and leaf.requires_grad]
-    losses = [index for index in graded if torch.Size(program.outputs.returns[index].shape).numel() == 1]
-    return tuple(losses or graded)
 
 
 # Running one layer.
@@ -253,7 +245,7 @@ def _materials(traced: TracedModel, layer: _Layer, parameters: Dict[str, torch.T
     """
     program, stop = traced.program, layer.span.stop
     if stop == program.end:
-        handed_on = {leaf: program.outputs.returns[leaf] for leaf in _returned(program)}
+        handed_on = {leaf: program.outputs.returns[leaf] for leaf in program.returned()}
     else:
         handed_on = {value: program.spec(value) for value in program.live(stop)}
     return _Materials(parameters, {value: make(program.spec(value)) for value in given},

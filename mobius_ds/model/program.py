@@ -104,6 +104,8 @@ class Program:
     calls: Tuple[Call, ...]
     overwritten: FrozenSet[Value] = frozenset()
     """Values that are written into after the call that makes them (an activation in place, ``x += bias``)."""
+    written_buffers: FrozenSet[str] = frozenset()
+    """Buffers of the model that the forward writes into (running statistics)."""
 
     @property
     def end(self) -> int:
@@ -142,6 +144,17 @@ class Program:
             names.update(dict.fromkeys(sorted(call.loose_parameters)))
             names.update(dict.fromkeys(units.get(call.unit, ())))
         return tuple(names)
+
+    def returned(self, everything: bool = False) -> Tuple[int, ...]:
+        """The output leaves that go home to the script at once.
+
+        A training forward returns its scalars, which hold the loss, and leaves large tensors (logits) behind
+        unless the script has asked for them before. A forward without a loss of its own returns everything.
+        """
+        tensors = [index for index, leaf in enumerate(self.outputs.returns) if isinstance(leaf, TensorSpec)]
+        scalars = [index for index in tensors if torch.Size(self.outputs.returns[index].shape).numel() == 1]
+        has_loss = any(self.outputs.returns[index].requires_grad for index in scalars)
+        return tuple(scalars if has_loss and not everything else tensors)
 
     def layer_starts(self) -> Tuple[int, ...]:
         """The calls before which the program may be cut: each layer, and each run of outer units between layers."""

@@ -61,8 +61,8 @@ def trace(entry: Entry, units: Units, args: tuple, kwargs: dict, device: torch.d
             parameters are meta tensors too large to stand in for.
     """
     recorder = _Recorder(entry, units, device)
-    with quiet(FAKE_TENSOR_LOGGER), recorder.mode, intercepted(units, recorder.call), \
-            entry.replaced(recorder.parameters):
+    with entry.scratch_buffers() as buffers, quiet(FAKE_TENSOR_LOGGER), recorder.mode, \
+            intercepted(units, recorder.call), entry.replaced(recorder.parameters):
         try:
             outputs = entry(*args, **kwargs)
         except NEEDS_DATA as error:
@@ -71,7 +71,12 @@ def trace(entry: Entry, units: Units, args: tuple, kwargs: dict, device: torch.d
             raise NotSplittable(f"{type(entry.model).__name__} decides on a computed value in its own forward, {where}, "
                                 f"outside any layer ({type(error).__name__}: {error}). {WAY_OUT}") from error
         recorder.finish(outputs)
-    return Program(tuple(recorder.calls), recorder.overwritten())
+    # By the class of their module: of layers alike only one was run. And all of a module's together: torch's batch
+    # norm does not say that it writes its running statistics, but its module counts batches beside them.
+    holder = {name: type(entry.model.get_submodule(name.rpartition(".")[0])) for name in buffers}
+    writers = {holder[name] for name, buffer in buffers.items() if storage_key(buffer) in recorder.mode.written}
+    written = frozenset(name for name in buffers if holder[name] in writers)
+    return Program(tuple(recorder.calls), recorder.overwritten(), written)
 
 
 def needs_weights(unit: str, nbytes: int, error: Exception) -> NotSplittable:

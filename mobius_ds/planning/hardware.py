@@ -5,8 +5,9 @@ Everything a topology assumes about hardware it was not measured on stands here,
 
 from typing import Dict, NamedTuple, Optional
 
+from mobius_ds.planning.units import GIB
+
 GB = 10**9
-GIB = 2**30
 
 SUSTAINED_FLOPS = 0.6
 """Share of the published dense matrix rate that a transformer's matrix products reach. Assumption: published model

@@ -1,11 +1,12 @@
 """The partition: how many layers each stage has (paper, section 3.2).
 
-Heuristics propose partitions, the MIP improves on the best of them for every number of stages worth trying, and
-`step_seconds` judges them all.
+Heuristics propose partitions, exchanges of layers improve them, and the MIP finds better ones, or proves that there are
+none, for every number of stages that may still have any. `step_seconds` judges them all.
 """
 
 import time
 from dataclasses import dataclass
+from itertools import cycle, permutations
 from typing import Dict, List, NamedTuple, Optional, Tuple
 
 from mobius_ds.planning.partition_cost import Problem, StepSeconds, describe_shortfall, shortfall, step_seconds
@@ -14,6 +15,10 @@ from mobius_ds.planning.plan import InfeasiblePlan, even_partition
 
 FIRST_SLICE = 2.0
 """Seconds the solver gets for one number of stages before others have their turn; twice as many each time after."""
+RELAXATION_SHARE = 0.5
+"""Of the time limit, the most that goes into bounds for all numbers of stages."""
+DESCENT_SHARE = 0.2
+"""Of the time limit, the most that goes into exchanges of layers."""
 ROUNDING = 1e-9
 """Relative: how far the solver's sums may be from the evaluator's."""
 
@@ -71,13 +76,13 @@ def _fill(problem: Problem, stages: int) -> Tuple[int, ...]:
     partition: Tuple[int, ...] = ()
     while len(partition) < stages and sum(partition) < len(problem.layers):
         left = len(problem.layers) - sum(partition)
-        for count in range(-(-left // max(1, problem.fewest_stages - len(partition))), 0, -1):
-            # Whatever the stages to come hold, this much is needed: a stage of a partition's beginning.
-            if shortfall(problem, partition + (count,), stages) <= 0:
-                partition += (count,)
-                break
-        else:
-            return partition
+        most = -(-left // max(1, problem.fewest_stages - len(partition)))
+        count = 0
+        while count < most and shortfall(problem, partition + (count + 1,), stages) <= 0:
+            count += 1
+        if not count:
+            break
+        partition += (count,)
     return partition
 
 
@@ -93,13 +98,34 @@ def even(problem: Problem) -> Heuristic:
     return min(candidates, key=lambda candidate: candidate.seconds)
 
 
+def descend(problem: Problem, partition: Tuple[int, ...], until: float = float("inf")) -> Tuple[int, ...]:
+    """Makes one stage a layer smaller and another one larger, whichever they are, while that shortens the step.
+
+    Args:
+        until: time (of ``time.monotonic``) at which to stop in any case.
+    """
+    shortest = step_seconds(problem, partition).total
+    moves = list(permutations(range(len(partition)), 2))
+    in_vain = 0
+    for source, target in cycle(moves):
+        if in_vain == len(moves) or time.monotonic() > until:
+            break
+        in_vain += 1
+        if partition[source] > 1:
+            moved = tuple(count - (stage == source) + (stage == target) for stage, count in enumerate(partition))
+            seconds = step_seconds(problem, moved).total
+            if seconds < shortest * (1 - ROUNDING) and shortfall(problem, moved) <= 0:
+                partition, shortest, in_vain = moved, seconds, 0
+    return partition
+
+
 def _judge(problem: Problem, name: str, partition: Optional[Tuple[int, ...]]) -> Heuristic:
     if partition is None or shortfall(problem, partition) > 0:
         return Heuristic(name, None, float("inf"))
     return Heuristic(name, partition, step_seconds(problem, partition).total)
 
 
-def best_partition(problem: Problem, time_limit: float = 30.0, tolerance: float = 0.005) -> Partition:
+def best_partition(problem: Problem, time_limit: float = 30.0, tolerance: float = 0.01) -> Partition:
     """Searches all partitions into N or more stages for the one with the shortest step.
 
     Args:
@@ -135,7 +161,13 @@ class _Search:
         best = min(self.heuristics, key=lambda heuristic: heuristic.seconds)
         self.best, self.seconds = best.layers_per_stage, best.seconds
         self._problem, self._limit, self._tolerance = problem, time_limit, tolerance
-        self._bounds: Dict[int, float] = dict.fromkeys(range(problem.fewest_stages, len(problem.layers) + 1), 0.0)
+        # Nothing is shorter than the compute alone, spread over all GPUs.
+        seconds = problem.microbatches * sum(layer.forward_seconds + layer.backward_seconds for layer in problem.layers)
+        floor = seconds / sum(1 / gpu.slowdown for gpu in problem.gpus)
+        numbers = range(problem.fewest_stages, len(problem.layers) + 1)
+        self._even = {stages: _judge(problem, "even", even_partition(len(problem.layers), stages)) for stages in numbers}
+        self._bounds: Dict[int, float] = dict.fromkeys(numbers, floor)
+        self._open = set(numbers)
         self._programs: Dict[int, PartitionMip] = {}
         self._slices: Dict[int, float] = {}
 
@@ -148,34 +180,49 @@ class _Search:
         return 1 - self.bound() / self.seconds if self.seconds else 0.0
 
     def run(self) -> None:
-        for stages in self._bounds:
-            if self._left() <= 0:
-                return
-            self._programs[stages] = PartitionMip(self._problem, stages)
-            self._bounds[stages] = self._programs[stages].relaxation()
-        while self._left() > 0 and (promising := self._promising()):
+        """Searches until the time is over or the gap is closed."""
+        order = sorted(self._even, key=lambda stages: self._even[stages].seconds)
+        for stages in order:
+            if self._used() > RELAXATION_SHARE:
+                break
+            self._bounds[stages] = max(self._bounds[stages], self._program(stages).relaxation())
+        deadline = time.monotonic() + DESCENT_SHARE * self._limit
+        for stages in order:
+            if time.monotonic() > deadline:
+                break
+            if self._even[stages].layers_per_stage is not None and stages in self._promising():
+                self._consider(descend(self._problem, self._even[stages].layers_per_stage, deadline))
+        while self._used() < 1 and (promising := self._promising()):
             self._solve(min(promising, key=self._bounds.get))
 
-    def _left(self) -> float:
-        return self._limit - (time.monotonic() - self.started)
+    def _program(self, stages: int) -> PartitionMip:
+        if stages not in self._programs:
+            self._programs[stages] = PartitionMip(self._problem, stages)
+        return self._programs[stages]
+
+    def _consider(self, partition: Tuple[int, ...]) -> None:
+        seconds = step_seconds(self._problem, partition).total
+        if seconds < self.seconds and shortfall(self._problem, partition) <= 0:
+            self.best, self.seconds = partition, seconds
+
+    def _used(self) -> float:
+        """The share of the time limit that is over."""
+        return (time.monotonic() - self.started) / self._limit if self._limit > 0 else 1.0
 
     def _target(self) -> float:
         """What a partition must take less than to be of interest."""
         return self.seconds * (1 - self._tolerance)
 
     def _promising(self) -> List[int]:
-        return [stages for stages, bound in self._bounds.items() if bound < self._target() * (1 - ROUNDING)]
+        return [stages for stages in sorted(self._open) if self._bounds[stages] < self._target() * (1 - ROUNDING)]
 
     def _solve(self, stages: int) -> None:
         slice_seconds = self._slices.get(stages, FIRST_SLICE)
         self._slices[stages] = 2 * slice_seconds
-        # The best partition known is a start for its own number of stages; others must beat it by the tolerance.
-        start = self.best if self.best is not None and len(self.best) == stages else None
-        cutoff = self._target() if start is None else self.seconds * (1 + ROUNDING)
-        outcome = self._programs[stages].solve(min(slice_seconds, self._left()), cutoff, self._tolerance, start)
-        if outcome.partition is not None and shortfall(self._problem, outcome.partition) <= 0:
-            seconds = step_seconds(self._problem, outcome.partition).total
-            if seconds < self.seconds:
-                self.best, self.seconds = outcome.partition, seconds
-        # Finished, it cannot do better by more than the tolerance, whatever rounding says.
-        self._bounds[stages] = max(self._bounds[stages], outcome.bound, self._target() if outcome.finished else 0.0)
+        seconds = min(slice_seconds, self._limit * (1 - self._used()))
+        outcome = self._program(stages).solve(seconds, self._target(), self._tolerance)
+        if outcome.partition is not None:
+            self._consider(outcome.partition)
+        if outcome.finished:
+            self._open.discard(stages)
+        self._bounds[stages] = max(self._bounds[stages], outcome.bound)

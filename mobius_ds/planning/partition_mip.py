@@ -10,9 +10,8 @@ tight: no big M. Two starts of each stage stand for those of all microbatches; s
 partition_cost.py, whose `step_seconds` computes the same for a partition that is given.
 """
 
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 import highspy
 import numpy as np
@@ -24,7 +23,8 @@ from mobius_ds.planning.topology import GIB
 
 MS = 1e-3
 """Seconds in the unit of time."""
-
+SMALLEST = 1e-9
+"""Coefficients up to this HiGHS ignores, with a warning: a byte, or a picosecond. Constraints hold to within as much."""
 THREADS = 1
 """Of the solver. It keeps one scheduler for the whole process and refuses any other number of threads later on; two
 threads solve these programs no faster."""
@@ -87,17 +87,6 @@ def cut_bounds(problem: Problem, stages: int) -> Optional[Tuple[List[int], List[
     return (fewest, most) if possible and all(low <= high for low, high in zip(fewest, most)) else None
 
 
-@dataclass
-class _Sweep:
-    """The columns of one sweep, by stage."""
-
-    computes: list
-    copies: list
-    first: list
-    last: list
-    drained: list
-
-
 class SolverError(RuntimeError):
     """HiGHS refused to solve."""
 
@@ -122,6 +111,8 @@ class PartitionMip:
             return
         self.model = _QuietHighs()
         self.model.setOptionValue("threads", THREADS)
+        for tolerance in ("primal_feasibility_tolerance", "mip_feasibility_tolerance"):
+            self.model.setOptionValue(tolerance, SMALLEST)
         self._layers()
         self._memory()
         forward_end = self._forward()
@@ -158,10 +149,10 @@ class PartitionMip:
                 model.addConstr(model.qsum(self.until[j]) - model.qsum(self.until[j - 1]) >= 1)
 
     def _sum(self, stage: int, values: Sequence[float]):
-        """The sum over a stage's layers of a value that each run's layers have."""
-        terms = [value * self.until[stage][r] for r, value in enumerate(values) if abs(value) > 1e-9]
+        """The sum over a stage's layers of a value that each run's layers have; None if that is zero."""
+        terms = [value * self.until[stage][r] for r, value in enumerate(values) if value > SMALLEST]
         if stage > 0:
-            terms += [-value * self.until[stage - 1][r] for r, value in enumerate(values) if abs(value) > 1e-9]
+            terms += [-value * self.until[stage - 1][r] for r, value in enumerate(values) if value > SMALLEST]
         return self.model.qsum(terms) if terms else None
 
     def _stage_column(self, stage: int, values: Sequence[float]):
@@ -176,7 +167,7 @@ class PartitionMip:
         values = [run.layer.boundary_bytes / GIB for run in self.runs]
         column = self.model.addVariable(0.0)
         steps = [(values[r] - values[r - 1]) * self.begun[stage][r] for r in range(1, len(values))
-                 if abs(values[r] - values[r - 1]) > 1e-9]
+                 if abs(values[r] - values[r - 1]) > SMALLEST]
         self.model.addConstr(column == (self.model.qsum(steps) + values[0] if steps else values[0]))
         return column
 
@@ -188,7 +179,6 @@ class PartitionMip:
         self.made = [self._boundary(j) for j in range(self.stages)]
         layers = [run.layer for run in self.runs]
         self.weights = [self._stage_column(j, [layer.weight_bytes / GIB for layer in layers]) for j in range(self.stages)]
-        self.present: Dict[Tuple[int, int], highspy.highspy.highs_var] = {}
         for number, gpu in enumerate(problem.gpus):
             own = [j for j in range(self.stages) if self.mapping[j] == number]
             slot, accumulator, boundary, working = (model.addVariable(0.0) for _ in range(4))
@@ -214,9 +204,8 @@ class PartitionMip:
                 continue
             present = self._sum(stage, [float(other == r) for other in range(len(self.runs))])
             if run.count > 1:
-                self.present[stage, r] = self.model.addBinary()
-                self.model.addConstr(run.count * self.present[stage, r] >= present)
-                present = self.present[stage, r]
+                layers, present = present, self.model.addBinary()
+                self.model.addConstr(run.count * present >= layers)
             self.model.addConstr(working >= (run.layer.working_bytes / GIB) * present)
 
     # Constraints: time.
@@ -305,25 +294,30 @@ class PartitionMip:
     # Solving.
 
     def relaxation(self) -> float:
-        """Seconds below which no partition can be: the program's without whole numbers. Infinite if none fits."""
+        """Seconds below which no partition can be: the program's without whole numbers. Infinite if none fits.
+
+        Call it before `solve`, whose cutoff stays in the program.
+        """
         if self.bounds is None:
             return float("inf")
         self.model.setOptionValue("solve_relaxation", True)
         self._run()
         self.model.setOptionValue("solve_relaxation", False)
-        if self.model.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
+        status = self.model.getModelStatus()
+        if status == highspy.HighsModelStatus.kInfeasible:
             return float("inf")
-        return self.model.getObjectiveValue() * MS
+        return self.model.getObjectiveValue() * MS if status == highspy.HighsModelStatus.kOptimal else 0.0
 
-    def solve(self, seconds: float, cutoff: float = float("inf"), gap: float = 0.0,
-              start: Optional[Sequence[int]] = None) -> Outcome:
-        """Looks for a partition that takes less than ``cutoff`` seconds, for ``seconds`` at most."""
+    def solve(self, seconds: float, cutoff: float = float("inf"), gap: float = 0.0) -> Outcome:
+        """Looks for a partition that takes at most ``cutoff`` seconds, for ``seconds`` at most, until the gap is closed.
+
+        What heuristics found comes in as the cutoff, not through setSolution: HiGHS 1.16 can map a start into its
+        presolved program with a wrong objective, and then rejects partitions that are better than the start.
+        """
         model = self.model
         model.setOptionValue("time_limit", model.getRunTime() + seconds)
         model.setOptionValue("mip_rel_gap", gap)
         model.changeColBounds(self.end.index, 0.0, cutoff / MS)
-        if start is not None:
-            self._start(start)
         self._run()
         status, info = model.getModelStatus(), model.getInfo()
         if status == highspy.HighsModelStatus.kInfeasible:
@@ -340,19 +334,3 @@ class PartitionMip:
             status = self.model.modelStatusToString(self.model.getModelStatus())
             raise SolverError(f"HiGHS {self.model.version()} failed on the partition into {self.stages} stages ({status}). "
                               f"If this process used HiGHS before, with other than {THREADS} threads, that is why.")
-
-    def _start(self, partition: Sequence[int]) -> None:
-        columns, values = [], []
-        for stage, cut in enumerate(np.cumsum(partition)):
-            begin = cut - partition[stage]
-            for r, run in enumerate(self.runs):
-                until = int(np.clip(cut - run.first, 0, run.count))
-                columns.append(self.until[stage][r].index)
-                values.append(float(until))
-                if r > 0 and run.count > 1:
-                    columns.append(self.begun[stage][r].index)
-                    values.append(float(until > 0))
-                if (stage, r) in self.present:
-                    columns.append(self.present[stage, r].index)
-                    values.append(float(until > np.clip(begin - run.first, 0, run.count)))
-        self.model.setSolution(len(columns), np.array(columns, dtype=np.int32), np.array(values))

@@ -16,10 +16,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from mobius_ds.planning.schedule import Stream
+from mobius_ds.planning.units import readable
 from mobius_ds.runtime.errors import OutOfMemory
 from mobius_ds.runtime.ledger import Ledger
 
-GIB = 2**30
 
 
 class Event:
@@ -173,7 +173,7 @@ class Device:
             return
         status = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel() * host.dtype.itemsize, 0)
         if int(status) != 0:
-            raise OutOfMemory(f"could not pin {host.numel() / GIB:.2f} GiB of host memory (CUDA error {int(status)}); "
+            raise OutOfMemory(f"could not pin {readable(host.numel())} of host memory (CUDA error {int(status)}); "
                               "raise the memlock limit (ulimit -l) or use a machine with more DRAM.")
         self._registered.append(host)
 
@@ -196,8 +196,8 @@ class Device:
         """
         with self._memory_lock:
             if self.budget is not None and self._used + nbytes > self.budget:
-                raise OutOfMemory(f"{what} needs {nbytes / GIB:.3f} GiB of device memory, but of the "
-                                  f"{self.budget / GIB:.3f} GiB budget {self._used / GIB:.3f} GiB are in use. Cut the "
+                raise OutOfMemory(f"{what} needs {readable(nbytes)} of device memory, but of the "
+                                  f"{readable(self.budget)} budget {readable(self._used)} are in use. Cut the "
                                   "model into more stages, use smaller micro-batches, or raise "
                                   "\"mobius\": {\"device_memory_gb\": ...}.")
             self._used += nbytes

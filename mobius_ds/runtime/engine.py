@@ -16,6 +16,7 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.utils import logger
 from torch import nn
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from mobius_ds.plugin.config import mobius_config
 from mobius_ds.runtime import differentiable
@@ -62,9 +63,10 @@ class MobiusEngine(DeepSpeedEngine):
 
     def _exchange(self, content: Any) -> List[Any]:
         # Gloo, whatever the job's own backend is: these are objects on the host.
-        group = torch_distributed.new_group(backend="gloo") if torch_distributed.is_initialized() else None
+        group = torch_distributed.new_group(backend="gloo")
         gathered = [None] * self.world_size
         torch_distributed.all_gather_object(gathered, content, group=group)
+        torch_distributed.destroy_process_group(group)
         return gathered
 
     def _broadcast_model(self) -> None:
@@ -121,12 +123,15 @@ class MobiusEngine(DeepSpeedEngine):
                     optimizer_parameters.pop("bias_correction", None)  # torch's Adam always corrects, and has no such key
         return super().get_optimizer_configuration(optimizer_parameters, adam_w_mode, allow_legacy_fallback)
 
+    _load_hook: Optional[RemovableHandle] = None
+
     def _configure_zero_optimizer(self, optimizer: Optional[torch.optim.Optimizer]) -> Optional[MobiusOptimizer]:
         if optimizer is None:
             return None
         wrapped = MobiusOptimizer(optimizer, self.pipeline, dict(self.module.named_parameters()), self.gradient_clipping())
         # Without it, the next step would overwrite loaded 16-bit weights by what the masters still hold.
-        self.module.register_load_state_dict_post_hook(lambda module, keys: wrapped.refresh_fp32_params())
+        self._load_hook = self.module.register_load_state_dict_post_hook(
+            lambda module, keys: wrapped.refresh_fp32_params())
         return wrapped
 
     # Whole batches at once.
@@ -247,6 +252,8 @@ class MobiusEngine(DeepSpeedEngine):
         pipeline = self.__dict__.pop("pipeline", None)
         if pipeline is not None:
             self.module.__dict__.pop("forward", None)
+            if self._load_hook is not None:
+                self._load_hook.remove()
             pipeline.close()
         super().destroy()
 

@@ -16,7 +16,7 @@ from mobius_ds.model.discovery import Units
 from mobius_ds.model.program import TensorSpec, Value, plain
 from mobius_ds.model.replay import Handover, replayed
 from mobius_ds.planning.plan import Plan
-from mobius_ds.planning.schedule import CATEGORY_OF, DEPTH, Key, Kind, Schedule, Stream, Task
+from mobius_ds.planning.schedule import DEPTH, Key, Kind, Schedule, Stream, Task
 from mobius_ds.runtime.device import Device, Event
 from mobius_ds.runtime.mailbox import Mailbox
 from mobius_ds.runtime.random import forked_generators, reseed_from
@@ -324,11 +324,15 @@ class _Run:
         gradients = self.gradients.pop((stage, m))
         memory = self.memory[stage]
         memory.accumulate()
-        with torch.enable_grad(), self._replayed(stage, m, received) as handover:
+        # Running statistics count a microbatch once, in the forward sweep.
+        kept = self.sweep.entry.scratch_buffers(self.sweep.microbatches[m].program.written_buffers)
+        with torch.enable_grad(), kept, self._replayed(stage, m, received) as handover:
             roots = dict(enumerate(handover.outputs[0])) if handover.outputs else {**received, **handover.values}
             pairs = [(roots[key], gradient) for key, gradient in gradients.items() if roots[key].requires_grad]
             if pairs:
-                torch.autograd.backward(*map(list, zip(*pairs)))
+                # The forward's autocast is for the recomputation; a backward runs without, as the script's own would.
+                with torch.autocast(self.device.torch_device.type, enabled=False):
+                    torch.autograd.backward(*map(list, zip(*pairs)))
         self.handovers[stage, m] = {
             value: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             for value, tensor in received.items() if tensor.requires_grad}

@@ -81,7 +81,7 @@ class MobiusOptimizer(ZeROOptimizer):
                 gradient.div_(excess)
         self._update(gradients)
         self._pipeline.start_accumulation()
-        self._pipeline.step("engine.step", None)  # the script may read the parameters as soon as this returns
+        self._pipeline.finish_step()  # the script may read the parameters as soon as this returns
 
     @property
     def can_update_apart(self) -> bool:

@@ -21,7 +21,8 @@ from mobius_ds.model.trace import trace
 from mobius_ds.planning.plan import InfeasiblePlan, Plan, make_plan
 from mobius_ds.planning.schedule import DEPTH, Kind, Schedule, backward_schedule, forward_schedule, outputs_schedule
 from mobius_ds.plugin.config import MobiusConfig
-from mobius_ds.runtime.device import GIB, Device
+from mobius_ds.planning.units import GIB, readable
+from mobius_ds.runtime.device import Device
 from mobius_ds.runtime.errors import OutOfMemory, OutOfStep
 from mobius_ds.runtime.executor import Executor, Outputs
 from mobius_ds.runtime.ledger import Bytes, Ledger, no_bytes
@@ -30,7 +31,7 @@ from mobius_ds.runtime.random import forked_generators, mixed
 from mobius_ds.runtime.shared_memory import ActivationStore, Placed
 from mobius_ds.runtime.slots import gradient_groups
 from mobius_ds.runtime.store import Layout, ParameterStore
-from mobius_ds.runtime.sweep import (Microbatch, Sweep, TensorSlot, giving_stages, returned_leaves, sharing_stages,
+from mobius_ds.runtime.sweep import (Microbatch, Sweep, TensorSlot, giving_stages, sharing_stages,
                                      stage_parameters, volumes)
 
 Batch = Tuple[tuple, dict]
@@ -73,7 +74,9 @@ class Pipeline:
         self.device = Device(device, Ledger(), _budget(config, device))
         self.mailbox = Mailbox(rank, world_size, exchange, config.timeout_seconds)
         self.activations = ActivationStore(rank, self.device.register)
-        self.store = self._adopt(model)
+        with self.mailbox.told():
+            self.device.budget = self._common_budget()
+            self.store = self._adopt(model)
         self.seed = self.mailbox.gather("initialize", torch.initial_seed())[0]
         self._model = model
         self._forward = model.forward
@@ -90,8 +93,14 @@ class Pipeline:
         self._release_counts: Dict[int, int] = {}
         self._garbage: List[Placed] = []
         self._contributed: FrozenSet[str] = frozenset()
+        self._buffer_versions = {name: buffer._version for name, buffer in model.named_buffers()}
         self._predicted = no_bytes()
         self.keep_outputs = False
+
+    def _common_budget(self) -> Optional[int]:
+        """The smallest budget of any rank: all must come to the same plan."""
+        budgets = self.mailbox.gather("initialize", self.device.budget)
+        return min((budget for budget in budgets if budget is not None), default=None)
 
     def _adopt(self, model: nn.Module) -> ParameterStore:
         """Moves the parameters into the store: the first rank's values, seen by all."""
@@ -161,7 +170,7 @@ class Pipeline:
         self._gather("reading the outputs of a forward", sweep.number)
         self.keep_outputs = True
         for microbatch in sweep.microbatches:
-            microbatch.returned = returned_leaves(microbatch.program, everything=True)
+            microbatch.returned = microbatch.program.returned(everything=True)
         schedule = outputs_schedule(self.plan, sweep.home, volumes(self.plan, sweep, self.store.layout))
         self._predict(schedule)
         return self._executor.forward(sweep, schedule, [])
@@ -200,6 +209,19 @@ class Pipeline:
         """Gathers one object from every rank, in rank order, between sweeps."""
         return self._gather(call, content)
 
+    def finish_step(self) -> None:
+        """Ends a step: when it returns, every rank has updated its parameters, and buffers are everywhere what the
+        rank that ran their layer made of them."""
+        buffers = dict(self._model.named_buffers())
+        written = {name for program in self._programs.values() for name in program.written_buffers}
+        # Batch norm changes its statistics without a new version; the count beside them has one.
+        changed = {_holder(name) for name in written if buffers[name]._version != self._buffer_versions[name]}
+        mine = {name: buffers[name].cpu() for name in written if _holder(name) in changed}
+        for rank, theirs in enumerate(self._gather("engine.step", mine)):
+            for name, buffer in theirs.items() if rank != self.rank else ():
+                buffers[name].copy_(buffer)
+        self._buffer_versions.update({name: buffers[name]._version for name in written})
+
     # Gradients and parameters, for the optimizer.
 
     def owned(self) -> Tuple[str, ...]:
@@ -229,6 +251,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Leaves the pipeline. The module keeps its parameters."""
+        self._executor = None  # and with it the slots, whoever still holds this object
         self.mailbox.close()
         self.device.close()
         self.activations.close()
@@ -239,7 +262,7 @@ class Pipeline:
     def _gather(self, call: str, content: Any) -> List[Any]:
         # Being here tells the others that this rank reads nothing of an earlier sweep any more.
         self.device.finish_copies()
-        released, self._released = self._released, []
+        released = [self._released.pop() for _ in range(len(self._released))]  # a collected graph may add one meanwhile
         gathered = self.mailbox.gather(call, (released, content))
         for placed in self._garbage:
             self.activations.free(placed)
@@ -261,6 +284,7 @@ class Pipeline:
         described = [TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else repr(plain(leaf)) for leaf in leaves]
         signature = hashlib.sha256(repr((described, str(structure), self._model.training, torch.is_grad_enabled(),
                                          torch.is_autocast_enabled(self.device.torch_device.type),
+                                         torch.get_autocast_dtype(self.device.torch_device.type),
                                          entry.name)).encode()).hexdigest()
         program = None
         if signature not in self._traced:
@@ -284,7 +308,7 @@ class Pipeline:
             program = self._programs[announcement.signature]
             microbatches.append(Microbatch(
                 home, announcement.leaves, announcement.structure, announcement.input_bytes, announcement.seed, program,
-                spans(self._reference, self.plan.first_layers(), program), returned_leaves(program, everything)))
+                spans(self._reference, self.plan.first_layers(), program), program.returned(everything)))
         sweep = Sweep(self._next_sweep, entry, microbatches, stage_parameters(self.plan, microbatches, self.units.parameters))
         self._sweeps[sweep.number] = sweep
         self._next_sweep += 1
@@ -312,9 +336,9 @@ class Pipeline:
             cut = spans(self._reference, plan.first_layers(), self._reference)[largest]
             units = [call.unit for call in self._reference.calls[cut.start:cut.stop]]
             raise InfeasiblePlan(
-                f"stage {largest} ({units[0]} to {units[-1]}) needs {need / GIB:.3f} GiB of device memory for two slots, "
-                f"their gradients and boundary activations, but the budget is {budget / GIB:.3f} GiB: "
-                f"{(need - budget) / GIB:.3f} GiB are missing. Use more stages or fewer layers_per_stage, smaller "
+                f"stage {largest} ({units[0]} to {units[-1]}) needs {readable(need)} of device memory for two slots, "
+                f"their gradients and boundary activations, but the budget is {readable(budget)}: "
+                f"{readable(need - budget)} are missing. Use more stages or fewer layers_per_stage, smaller "
                 f"micro-batches, or raise \"mobius\": {{\"device_memory_gb\": ...}}.")
         self.plan = plan
         for stage, span in enumerate(spans(self._reference, plan.first_layers(), self._reference)):
@@ -345,6 +369,10 @@ class Pipeline:
         return needs
 
 
+def _holder(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
 def _budget(config: MobiusConfig, device: torch.device) -> Optional[int]:
     if config.device_memory_gb is not None:
         return int(config.device_memory_gb * GIB)
@@ -359,6 +387,6 @@ def _check_dram(layout: Layout) -> None:
     # Adam's two moments are as large as the masters; they come on top when the first step is made.
     need = layout.host_bytes + 2 * layout.full_bytes
     if need > available:
-        raise OutOfMemory(f"training this model needs {need / GIB:.2f} GiB of DRAM for weights, fp32 masters, gradients and "
-                          f"optimizer moments, but only {available / GIB:.2f} GiB are available. Use a machine with more "
+        raise OutOfMemory(f"training this model needs {readable(need)} of DRAM for weights, fp32 masters, gradients and "
+                          f"optimizer moments, but only {readable(available)} are available. Use a machine with more "
                           "DRAM, freeze parameters, or train a smaller model.")

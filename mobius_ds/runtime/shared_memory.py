@@ -61,7 +61,11 @@ class Region:
 
     def map(self) -> torch.Tensor:
         """Maps the region: bytes, shape ``[nbytes]``. Each call is a mapping of its own."""
-        return torch.frombuffer(mmap.mmap(self._fd, self.nbytes), dtype=torch.uint8)
+        return torch.frombuffer(self.memory(), dtype=torch.uint8)
+
+    def memory(self) -> mmap.mmap:
+        """Maps the region, as a buffer that tensors can be made of."""
+        return mmap.mmap(self._fd, self.nbytes)
 
     def close(self) -> None:
         """Gives up the file; mappings stay valid until their tensors are gone."""

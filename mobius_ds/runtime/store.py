@@ -130,7 +130,7 @@ class ParameterStore:
                          for name, size in sizes.items()}
         # The weights are mapped twice: once for the module's parameters and once for copies to the device. On
         # a GPU nothing computes from the first, and on CPU a test can take its pages away to prove the same.
-        self._module_weights = self._regions["weights"].map()
+        self._module_memory = self._regions["weights"].memory()
         self.wire_weights = self._regions["weights"].map()
         self._gradients = self._regions["gradients"].map()
         self._masters = self._regions["masters"].map() if layout.needs_masters else None
@@ -148,7 +148,14 @@ class ParameterStore:
 
     def weight(self, name: str) -> torch.Tensor:
         """A parameter's weights in its own dtype."""
-        return self._view(self._module_weights, self.layout.entries[name].weight, name, self.layout.entries[name].dtype)
+        entry = self.layout.entries[name]
+        if not entry.weight.nbytes:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        # A storage of its own for each: torch.save writes whole storages, and Hugging Face takes tensors of one
+        # storage for tied.
+        count = entry.weight.nbytes // entry.dtype.itemsize
+        return torch.frombuffer(self._module_memory, dtype=entry.dtype, count=count,
+                                offset=entry.weight.start).view(entry.shape)
 
     def master(self, name: str) -> torch.Tensor:
         """A trained parameter's fp32 values; the weights themselves when they are fp32."""
@@ -170,11 +177,11 @@ class ParameterStore:
         For tests: on CPU a device tensor and a DRAM tensor look alike, so code that would mix devices on a
         GPU goes unnoticed otherwise.
         """
-        _protect(self._module_weights, 0)
+        _protect(self._module_memory, 0)
         try:
             yield
         finally:
-            _protect(self._module_weights, mmap.PROT_READ | mmap.PROT_WRITE)
+            _protect(self._module_memory, mmap.PROT_READ | mmap.PROT_WRITE)
 
     def close(self) -> None:
         """Gives up the files; the module's parameters keep their mapping."""
@@ -183,7 +190,8 @@ class ParameterStore:
         self.wire_weights = self._gradients = self._masters = None
 
 
-def _protect(mapping: torch.Tensor, protection: int) -> None:
+def _protect(memory: mmap.mmap, protection: int) -> None:
+    mapping = torch.frombuffer(memory, dtype=torch.uint8)
     libc = ctypes.CDLL(ctypes.util.find_library("c"), use_errno=True)
     if libc.mprotect(ctypes.c_void_p(mapping.data_ptr()), ctypes.c_size_t(mapping.numel()), protection) != 0:
         raise OSError(ctypes.get_errno(), "mprotect failed")

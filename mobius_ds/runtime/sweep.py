@@ -3,10 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple
 
-import torch
 
 from mobius_ds.model.intercept import Entry
-from mobius_ds.model.program import Program, Span, TensorSpec, Value
+from mobius_ds.model.program import Program, Span, Value
 from mobius_ds.planning.plan import Plan
 from mobius_ds.planning.schedule import Volumes
 from mobius_ds.runtime.shared_memory import Placed
@@ -58,18 +57,6 @@ class Sweep:
     def home(self) -> List[int]:
         """The home rank of each microbatch."""
         return [microbatch.home for microbatch in self.microbatches]
-
-
-def returned_leaves(program: Program, everything: bool) -> Tuple[int, ...]:
-    """The output leaves that go home at once.
-
-    A training forward returns its scalars, which hold the loss, and leaves large tensors (logits) behind
-    unless the script has asked for them before. A forward without a loss of its own returns everything.
-    """
-    tensors = [index for index, leaf in enumerate(program.outputs.returns) if isinstance(leaf, TensorSpec)]
-    scalars = [index for index in tensors if torch.Size(program.outputs.returns[index].shape).numel() == 1]
-    has_loss = any(program.outputs.returns[index].requires_grad for index in scalars)
-    return tuple(scalars if has_loss and not everything else tensors)
 
 
 def stage_parameters(plan: Plan, microbatches: Sequence[Microbatch],

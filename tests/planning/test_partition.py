@@ -1,13 +1,14 @@
 """The partition: its evaluator against the simulator, the MIP against brute force, and what heuristics miss."""
 
 import itertools
+from dataclasses import replace
 from typing import Iterator, Tuple
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from mobius_ds.planning.mapping import sequential
-from mobius_ds.planning.partition import best_partition, even, max_stage, min_stage
+from mobius_ds.planning.partition import best_partition, descend, even, max_stage, min_stage
 from mobius_ds.planning.partition_cost import GpuCost, Problem, gpu_memory, problem_of, shortfall, step_seconds
 from mobius_ds.planning.partition_mip import cut_bounds
 from mobius_ds.planning.plan import InfeasiblePlan, Plan, even_partition
@@ -35,8 +36,8 @@ def gpt(blocks: int, hidden: int, flops: float, sequence: int = 2048, vocabulary
     boundary = 2 * sequence * hidden
     forward = (2 * parameters * sequence + 4 * sequence * sequence * hidden) / flops
     head = 2 * table * sequence / flops
-    layers = (layer("embedding", 1e-4, 2e-4, 2 * table, 2 * table, boundary, boundary),
-              *[layer("block", forward, 3 * forward, 2 * parameters, 2 * parameters, boundary, 34 * sequence * hidden)] * blocks,
+    block = layer("block", forward, 3 * forward, 2 * parameters, 2 * parameters, boundary, 34 * sequence * hidden)
+    layers = (layer("embedding", 1e-4, 2e-4, 2 * table, 2 * table, boundary, boundary), *[block] * blocks,
               layer("head", head, 3 * head, 2 * table, 2 * table, 4, 6 * sequence * vocabulary))
     return ModelProfile(f"gpt-{blocks}x{hidden}", layers, blocks * parameters + 2 * table)
 
@@ -57,7 +58,8 @@ def brute_force(case: Problem) -> float:
                default=float("inf"))
 
 
-KINDS = st.builds(layer, st.sampled_from("abc"), st.sampled_from([0, 1e-3, 2e-3, 9e-3]), st.sampled_from([0, 1e-3, 3e-3, 2e-2]),
+KINDS = st.builds(layer, st.sampled_from("abc"), st.sampled_from([0, 1e-3, 2e-3, 9e-3]),
+                  st.sampled_from([0, 1e-3, 3e-3, 2e-2]),
                   st.sampled_from([0, 1_000_000, 10_000_000, 55_000_000]), st.sampled_from([0, 1_000_000, 33_000_000]),
                   st.sampled_from([0, 4, 100_000, 10_000_000]), st.sampled_from([0, 1_000_000, 50_000_000]))
 GPUS = st.builds(GpuCost, st.sampled_from([10**8, 3 * 10**8, 10**9, 10**12]), st.sampled_from([1e9, 4e9, 1.3e10]),
@@ -105,12 +107,14 @@ def test_bounds_of_cuts_exclude_nothing_that_fits(case):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.builds(layer, forward=st.floats(0.02, 0.1), backward=st.floats(0.05, 0.3), weights=st.integers(10**7, 10**9),
-                          gradients=st.integers(1, 10**9), boundary=st.integers(1, 10**7)), min_size=1, max_size=8),
+@given(st.lists(st.builds(layer, forward=st.floats(0.02, 0.1), backward=st.floats(0.05, 0.3),
+                          weights=st.integers(10**7, 10**9), gradients=st.integers(1, 10**9),
+                          boundary=st.integers(1, 10**7)), min_size=1, max_size=8),
        st.integers(1, 8), st.lists(st.floats(1e9, 1e10), min_size=1, max_size=3), st.integers(1, 4))
 def test_evaluator_agrees_with_the_simulator(layers, stages, bandwidths, microbatches):
     """Boundary activations take less than compute and weights here, as Note [first and last] asks."""
-    case = problem(layers, [GpuCost(GIB, bandwidth, 1 + number) for number, bandwidth in enumerate(bandwidths)], microbatches)
+    gpus = [GpuCost(GIB, bandwidth, 1 + number) for number, bandwidth in enumerate(bandwidths)]
+    case = problem(layers, gpus, microbatches)
     partition = even_partition(len(layers), min(stages, len(layers)))
     plan = Plan(len(bandwidths), partition, sequential(len(partition), len(bandwidths)))
     played = [simulate(schedule, cost_of(case, plan), {(task.gpu, task.stream): bandwidths[task.gpu]
@@ -141,8 +145,8 @@ def cost_of(case: Problem, plan: Plan):
             layers = case.layers[starts[stage]:starts[stage] + plan.layers_per_stage[stage]]
             seconds = sum(layer.forward_seconds if kind is Kind.FORWARD else layer.backward_seconds for layer in layers)
             return Cost(case.gpus[task.gpu].slowdown * seconds)
-        outputs = kind is Kind.GRADIENTS and stage == plan.stages - 1 or kind is Kind.GIVE_ACTIVATIONS and stage == plan.stages - 1
-        if outputs or kind in (Kind.OUTPUTS, Kind.GIVE_OUTPUT_GRADIENTS):
+        last = stage == plan.stages - 1 and kind in (Kind.GRADIENTS, Kind.GIVE_ACTIVATIONS)
+        if last or kind in (Kind.OUTPUTS, Kind.GIVE_OUTPUT_GRADIENTS):
             return Cost()  # the model's outputs are no boundary between stages
         return Cost(0.0, (((task.gpu, task.stream), task.nbytes),))
 
@@ -156,30 +160,50 @@ def test_51b_is_solved_to_one_percent_in_half_a_minute():
         print(f"\n{GPT_51B.name}: {GPT_51B.parameters / 1e9:.0f}B parameters, {len(found.layers_per_stage)} stages, step "
               f"{found.step.total:.2f} s, gap {100 * found.gap:.2f} % in {found.solver_seconds:.1f} s, "
               f"{100 * found.improvement:.1f} % shorter than {found.beaten.name}")
-        assert found.gap <= 0.01
+        assert found.gap <= 0.01 + 1e-9
         assert found.solver_seconds <= 30.0
 
 
-def test_beats_every_heuristic_where_copies_are_exposed():
-    """A slow link makes small first stages and large middle ones pay."""
-    case = problem([layer("encoder")] * 6 + [layer("decoder", 0.09, 0.25, 1_500_000_000, 1_500_000_000)] * 6,
-                   [GpuCost(48 * GIB, 3e9)] * 2, 2)
-    found = best_partition(case, tolerance=0.0)
-    assert found.gap < 1e-5
-    assert found.improvement > 0.01
+@pytest.mark.parametrize("name", ["3090ti-4", "3090ti-4-2+2", "3090ti-8-4+4"])
+def test_beats_every_heuristic(name):
+    """Small stages first and last, where copies are exposed and the pipeline fills; larger ones between."""
+    topology = replace(preset(name), update_bandwidth=120e9)
+    case = problem_of(gpt(24, 2560, topology.gpus[0].flops), topology, topology.size)
+    found = best_partition(case)
+    print(f"\n{name}: " + ", ".join(f"{rule.name} {rule.seconds:.3f} s" for rule in found.heuristics)
+          + f", MIP {found.step.total:.3f} s, gap {100 * found.gap:.2f} % in {found.solver_seconds:.1f} s")
+    assert found.improvement > 0.02
     assert found.beaten.seconds == min(rule(case).seconds for rule in (max_stage, min_stage, even))
+
+
+def test_exchanges_of_layers_only_improve():
+    case = problem([layer(forward=0.01 * (1 + number % 3)) for number in range(12)], [GpuCost(24 * GIB, 3e9)] * 2, 2)
+    start = even_partition(12, 5)
+    improved = descend(case, start)
+    assert len(improved) == 5 and sum(improved) == 12 and min(improved) >= 1
+    assert step_seconds(case, improved).total < step_seconds(case, start).total
+
+
+def test_a_few_bytes_too_many_are_too_many():
+    """The shortest step would need 16 bytes more than the second GPU has."""
+    light = layer("light", 1e-3, 3e-3, 0, 1_000_000, 0, 50_000_000)
+    heavy = layer("heavy", 2e-3, 2e-2, 55_000_000, 33_000_000, 4, 50_000_000)
+    case = problem([light, heavy, heavy, light, light, light, heavy, heavy],
+                   [GpuCost(10**9, 1.3e10), GpuCost(3 * 10**8, 1.3e10)], 3, hop_seconds=1e-3, update_bandwidth=2e10)
+    assert best_partition(case, tolerance=0.0).step.total == pytest.approx(brute_force(case), rel=1e-6)
 
 
 def test_two_long_runs_keep_their_order():
     """Encoder and decoder blocks, more than brute force can try."""
     case = problem([layer("encoder")] * 12 + [layer("decoder", 0.08, 0.2, 1_200_000_000, 1_200_000_000)] * 12,
                    [GpuCost(24 * GIB, 6e9)] * 4, 4)
-    found = best_partition(case, tolerance=0.01)
-    assert sum(found.layers_per_stage) == 24 and found.gap <= 0.01
+    found = best_partition(case, tolerance=0.02)
+    assert sum(found.layers_per_stage) == 24 and found.gap <= 0.02 + 1e-9
 
 
 def test_slow_gpu_gets_fewer_layers():
-    case = problem([layer(weights=1000, gradients=1000, boundary=1000)] * 12, [GpuCost(GIB, 1e10), GpuCost(GIB, 1e10, 3.0)], 8)
+    gpus = [GpuCost(GIB, 1e10), GpuCost(GIB, 1e10, 3.0)]
+    case = problem([layer(weights=1000, gradients=1000, boundary=1000)] * 12, gpus, 8)
     found = best_partition(case, tolerance=0.0)
     layers_of = [sum(count for count, gpu in zip(found.layers_per_stage, found.gpu_of_stage) if gpu == number)
                  for number in range(2)]
@@ -209,11 +233,13 @@ def test_without_time_the_best_heuristic_is_returned_and_its_gap_is_honest():
     case = problem([layer()] * 10, [GpuCost(24 * GIB, 1e9)] * 2, 2)
     found = best_partition(case, time_limit=0.0)
     assert found.step.total == found.beaten.seconds
-    assert found.gap == 1.0
+    compute = 2 * 10 * 0.2 / 2  # on two GPUs, and all that is known to be needed
+    assert found.gap == pytest.approx(1 - compute / found.step.total)
 
 
 def test_says_which_layer_is_too_large_and_by_how_much():
-    case = problem([layer(), layer("head", weights=20 * GIB, gradients=0, working=0, boundary=4)], [GpuCost(24 * GIB, 1e10)] * 2, 2)
+    head = layer("head", weights=20 * GIB, gradients=0, working=0, boundary=4)
+    case = problem([layer(), head], [GpuCost(24 * GIB, 1e10)] * 2, 2)
     # Two slots of 20 GiB and buffers for the boundary activations it receives.
     missing = 40 * GIB + 4 * 20_000_000 - 24 * GIB
     with pytest.raises(InfeasiblePlan, match=rf"{missing} bytes are missing on GPU 1.*stage 1 \(layer 1, head\)"):
@@ -222,8 +248,8 @@ def test_says_which_layer_is_too_large_and_by_how_much():
 
 @pytest.mark.parametrize("change, complaint", [(dict(layers=()), "0 layers"), (dict(gpus=()), "0 GPUs"),
                                                (dict(microbatches=0), "0 microbatches"),
-                                               (dict(gpus=(GpuCost(GIB, -1.0), )), "GPU 0 has a bandwidth of -1.0")])
+                                               (dict(gpus=(GpuCost(GIB, -1.0),)), "GPU 0 has a bandwidth of -1.0")])
 def test_rejects_what_cannot_be(change, complaint):
+    good = dict(layers=(layer(),), gpus=(GpuCost(GIB, 1e9),), microbatches=1, mapping=lambda stages: (0,) * stages)
     with pytest.raises(ValueError, match=complaint):
-        Problem(**{**dict(layers=(layer(), ), gpus=(GpuCost(GIB, 1e9), ), microbatches=1, mapping=lambda stages: (0, ) * stages),
-                   **change})
+        Problem(**{**good, **change})

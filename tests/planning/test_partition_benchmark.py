@@ -15,8 +15,7 @@ FIFTY = Problem((LayerProfile("block", 0.05, 0.15, 900_000_000, 900_000_000, 20_
 
 def test_solver(benchmark):
     """50 layers, 8 GPUs, 8 microbatches, 32 stages, to 1 %."""
-    start = even_partition(50, 32)
-    outcome = benchmark.pedantic(lambda: PartitionMip(FIFTY, 32).solve(30.0, gap=0.01, start=start), rounds=3)
+    outcome = benchmark.pedantic(lambda: PartitionMip(FIFTY, 32).solve(30.0, gap=0.01), rounds=3)
     assert outcome.finished and outcome.bound >= 0.99 * step_seconds(FIFTY, outcome.partition).total - 1e-9
 
 
@@ -24,7 +23,7 @@ def test_search(benchmark):
     """51B parameters on 8 GPUs, all numbers of stages, to the default gap."""
     case = problem_of(GPT_51B, preset("3090ti-8-4+4"), 8)
     found = benchmark.pedantic(best_partition, (case,), rounds=1)
-    assert found.gap <= 0.01
+    assert found.gap <= 0.01 + 1e-9
 
 
 def test_evaluator(benchmark):

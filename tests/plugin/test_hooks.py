@@ -190,8 +190,7 @@ def test_hybrid_engine_is_refused(facts):
 def test_section_is_validated_even_when_disabled(facts):
     kind, text = facts["bad_key"]
     assert kind == "ValueError"
-    assert text == ('the "mobius" section of the DeepSpeed config is not valid:\n'
-                    "  unknown key 'stage' in the 'mobius' section: did you mean 'stages'?")
+    assert text == "unknown key 'stage' in the 'mobius' section: did you mean 'stages'?"
     kind, text = facts["bad_value"]
     assert kind == "ValueError" and "\n  stages: " in text and "pydantic" not in text
 
