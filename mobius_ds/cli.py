@@ -11,10 +11,12 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     verb = arguments[0] if arguments else None
 
     parser = argparse.ArgumentParser(prog="mobius-ds", description="Mobius pipeline training for DeepSpeed")
-    verbs = parser.add_subparsers(metavar="{run,compare,topology}", required=True)
+    verbs = parser.add_subparsers(metavar="{run,compare,topology,plan,simulate}", required=True)
     verbs.add_parser("run", help="start a training script with DeepSpeed's launcher and this plugin")
     compare_parser = verbs.add_parser("compare", help="run one script under ZeRO-3 and under Mobius, side by side")
     topology_parser = verbs.add_parser("topology", help="show this machine's GPUs and links, or a known server's")
+    plan_parser = verbs.add_parser("plan", help="plan a model on a topology, and say what a step will take")
+    simulate_parser = verbs.add_parser("simulate", help="play a plan: figures, a trace, a picture")
 
     if verb == "run":
         # Every option belongs to DeepSpeed's launcher or to the script: argparse would reject or reorder them.
@@ -31,6 +33,12 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
 
         topology_table.add_arguments(topology_parser)
         return topology_table.main(parser.parse_args(arguments))
+    if verb in ("plan", "simulate"):
+        from mobius_ds.reporting import plan_report
+
+        plan_report.add_plan_arguments(plan_parser)
+        plan_report.add_simulate_arguments(simulate_parser)
+        return getattr(plan_report, verb)(parser.parse_args(arguments))
     parser.parse_args(arguments)
     return 0
 

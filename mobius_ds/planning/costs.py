@@ -1,13 +1,12 @@
 """What a task costs on a topology: compute seconds from the profile, bytes over the links they cross.
 
 Links are named: ``("in", gpu)`` and ``("out", gpu)`` are a GPU's own link towards and away from it,
-``("root in", root)`` and ``("root out", root)`` what a root complex's GPUs share, ``("peer", gpu)`` a GPU's
-connection to the others where there is one, and ``("update",)`` the DRAM bandwidth of the CPU optimizer.
+``("root in", root)`` and ``("root out", root)`` what a root complex's GPUs share, and ``("peer", gpu)`` a GPU's
+connection to the others where there is one.
 """
 
 from typing import Callable, Dict, Sequence, Tuple
 
-from mobius_ds.planning.partition_cost import UPDATE_BYTES_PER_PARAMETER
 from mobius_ds.planning.plan import Plan
 from mobius_ds.planning.profile import LayerProfile, ModelProfile
 from mobius_ds.planning.schedule import Kind, Task
@@ -19,7 +18,7 @@ Costs = Callable[[Task], Cost]
 
 def bandwidths(topology: Topology) -> Dict[Link, float]:
     """Bytes/s of every link of a topology."""
-    links: Dict[Link, float] = {("update",): topology.update_bandwidth}
+    links: Dict[Link, float] = {}
     for gpu, bandwidth in enumerate(topology.link_bandwidth):
         links["in", gpu] = links["out", gpu] = bandwidth
         if topology.peer_bandwidth is not None:
@@ -47,18 +46,12 @@ def speed(topology: Topology, gpu: int) -> float:
 def mobius_costs(profile: ModelProfile, topology: Topology, plan: Plan) -> Costs:
     """Costs of the tasks of Mobius' sweeps. Each transfer's bytes are the task's own."""
     stages = [profile.layers[first:first + count] for first, count in zip(plan.first_layers(), plan.layers_per_stage)]
-    update_bytes = sum(layer.gradient_bytes for layer in profile.layers) or 1
-    trained = UPDATE_BYTES_PER_PARAMETER * profile.parameters / update_bytes
-
     def cost(task: Task) -> Cost:
         kind, stage = task.key.kind, task.key.stage
         if kind is Kind.FORWARD:
             return Cost(sum(layer.forward_seconds for layer in stages[stage]) / speed(topology, task.gpu))
         if kind is Kind.BACKWARD:
             return Cost(sum(layer.backward_seconds for layer in stages[stage]) / speed(topology, task.gpu))
-        if kind is Kind.UPDATE:
-            touched = trained * sum(layer.gradient_bytes for layer in stages[stage])
-            return Cost(0.0, ((("update",), touched),))
         outward = task.category == "gradients_out" or task.key.kind.name.startswith("GIVE_")
         return Cost(0.0, (to_dram if outward else to_gpu)(topology, task.gpu, task.nbytes))
 

@@ -20,8 +20,8 @@ from mobius_ds.planning.schedule import DEPTH
 from mobius_ds.planning.topology import Topology
 
 FP32_BYTES = 4
-BOUNDARY_BUFFERS = 2 * DEPTH
-"""Two on the way in and two on the way out; see Note [two of each] in schedule.py."""
+BOUNDARY_BUFFERS = 3 * DEPTH
+"""Two of each that a stage has at once: activations and gradients on the way in, and gradients on the way out."""
 
 
 class GpuCost(NamedTuple):

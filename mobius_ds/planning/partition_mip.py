@@ -36,7 +36,8 @@ class Outcome(NamedTuple):
     partition: Optional[Tuple[int, ...]]
     """The best partition, if it beats the cutoff."""
     bound: float
-    """Seconds below which no partition into this many stages can be; the cutoff if there is none below it."""
+    """Seconds below which no partition into this many stages can be; the cutoff if there is none below it, infinite if
+    memory allows none at all."""
     finished: bool
     """None below the cutoff is better by more than the gap asked for."""
 
@@ -314,6 +315,8 @@ class PartitionMip:
         What heuristics found comes in as the cutoff, not through setSolution: HiGHS 1.16 can map a start into its
         presolved program with a wrong objective, and then rejects partitions that are better than the start.
         """
+        if self.bounds is None:
+            return Outcome(None, float("inf"), True)
         model = self.model
         model.setOptionValue("time_limit", model.getRunTime() + seconds)
         model.setOptionValue("mip_rel_gap", gap)

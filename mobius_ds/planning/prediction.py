@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
 from mobius_ds.planning.costs import bandwidths, mobius_costs, pipeline_costs, zero3_costs
-from mobius_ds.planning.partition_cost import UPDATE_BYTES_PER_PARAMETER, Problem, gpu_memory, problem_of
+from mobius_ds.planning.partition_cost import gpu_memory, problem_of, step_seconds
 from mobius_ds.planning.peers import gpipe_schedule, zero3_offload_schedule
 from mobius_ds.planning.plan import Plan, even_partition
 from mobius_ds.planning.profile import LayerProfile, ModelProfile
@@ -105,12 +105,6 @@ def profile_volumes(profile: ModelProfile, plan: Plan, microbatches: int) -> Vol
                    [0] * microbatches, each(received), each(made), each(made), each(received))
 
 
-def update_seconds(profile: ModelProfile, topology: Topology) -> float:
-    """Seconds the CPU takes to update every trained parameter."""
-    return sum(UPDATE_BYTES_PER_PARAMETER * layer.gradient_bytes / 2 for layer in profile.layers) \
-        / topology.update_bandwidth
-
-
 def predict_mobius(profile: ModelProfile, topology: Topology, plan: Plan,
                    microbatches: Optional[int] = None) -> Prediction:
     """A Mobius step under a plan.
@@ -123,8 +117,9 @@ def predict_mobius(profile: ModelProfile, topology: Topology, plan: Plan,
     volumes, costs, links = profile_volumes(profile, plan, microbatches), mobius_costs(profile, topology, plan), \
         bandwidths(topology)
     schedules = [forward_schedule(plan, home, volumes), backward_schedule(plan, home, volumes, {})]
-    problem = _problem(profile, topology, plan, microbatches)
-    return _prediction("mobius", schedules, costs, links, topology, update_seconds(profile, topology),
+    problem = problem_of(profile, topology, microbatches, mapping=lambda stages: plan.gpu_of_stage)
+    return _prediction("mobius", schedules, costs, links, topology,
+                       step_seconds(problem, plan.layers_per_stage).update,
                        [need.total for need in gpu_memory(problem, plan.layers_per_stage)])
 
 
@@ -134,9 +129,11 @@ def predict_zero3_offload(profile: ModelProfile, topology: Topology) -> Predicti
                ("weight_bytes", "gradient_bytes", "working_bytes")]
     boundary = sum(layer.boundary_bytes for layer in profile.layers)  # checkpointed activations stay on the GPU
     memory = DEPTH * largest[0] + largest[1] + largest[2] + boundary
+    problem = problem_of(profile, topology, topology.size)
+    update = sum(map(problem.update_seconds, profile.layers)) / topology.size  # every rank its shard, all at once
     return _prediction("zero3-offload", [zero3_offload_schedule(profile.layers, topology.size)],
-                       zero3_costs(profile.layers, topology), bandwidths(topology), topology,
-                       update_seconds(profile, topology), [memory] * topology.size)
+                       zero3_costs(profile.layers, topology), bandwidths(topology), topology, update,
+                       [memory] * topology.size)
 
 
 def predict_gpipe(profile: ModelProfile, topology: Topology, microbatches: Optional[int] = None) -> Prediction:
@@ -150,10 +147,6 @@ def predict_gpipe(profile: ModelProfile, topology: Topology, microbatches: Optio
         memory.append(int(ON_GPU_BYTES_PER_PARAMETER * parameters) + kept + max(layer.working_bytes for layer in stage))
     return _prediction("gpipe", [gpipe_schedule(topology.size, microbatches)], pipeline_costs(profile, topology, plan),
                        bandwidths(topology), topology, 0.0, memory)
-
-
-def _problem(profile: ModelProfile, topology: Topology, plan: Plan, microbatches: int) -> Problem:
-    return problem_of(profile, topology, microbatches, mapping=lambda stages: plan.gpu_of_stage)
 
 
 def _prediction(name: str, schedules: Sequence, costs: Callable, links: Dict, topology: Topology, update: float,

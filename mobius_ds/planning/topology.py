@@ -181,11 +181,17 @@ def _nearest(name: str, names: Iterable[str]) -> str:
 # Presets: servers that papers, clouds and workstation makers describe. A GPU's figures are in hardware.py. How
 # the GPUs are grouped is the paper's for 3090ti-*, and the usual board's for the others; that a root complex carries
 # what one of its GPUs' links carries was measured by the paper on PCIe 3.0, and is an assumption elsewhere.
-# DRAM is the paper's (1.5 TB) for 3090ti-*, and a usual size for the others.
+# DRAM is the paper's (1.5 TB) for 3090ti-*, and a usual size for the others. Sockets are the usual board's.
+
+SERVER_DRAM_GIB = 256
+SOCKET_UPDATE_BANDWIDTH = 100 * GB
+"""Assumption: eight channels of DDR4-3200, 205 GB/s, of which the optimizer reaches half."""
+DESKTOP_UPDATE_BANDWIDTH = 20 * GB
+"""Assumption: two channels of DDR4-3200, 51 GB/s, less than half of it."""
 
 
 def _server(name: str, gpu_model: str, groups: Tuple[int, ...], generation: int, dram_gib: int, nvlinks: int = 0,
-            link_width: int = 16) -> Topology:
+            link_width: int = 16, sockets: int = 1) -> Topology:
     """GPUs under root complexes in groups, each root complex as wide as one PCIe x16 link.
 
     Args:
@@ -199,15 +205,16 @@ def _server(name: str, gpu_model: str, groups: Tuple[int, ...], generation: int,
     links = (pcie_bandwidth(generation, link_width),) * len(root_of)
     peer = NVLINK_EFFICIENCY * (nvlinks * model.nvlink) if nvlinks else None
     return Topology(name, (gpu,) * len(root_of), root_of, links, (pcie_bandwidth(generation, 16),) * len(groups), peer,
-                    dram_gib * GIB)
+                    dram_gib * GIB, SOCKET_UPDATE_BANDWIDTH * sockets if dram_gib >= SERVER_DRAM_GIB else
+                    DESKTOP_UPDATE_BANDWIDTH)
 
 
 PRESETS: Dict[str, Topology] = {topology.name: topology for topology in (
     # The paper's: eight 3090 Ti on PCIe 3.0, and three ways to take four of them.
-    _server("3090ti-4", "rtx 3090 ti", (4,), 3, 1500),
-    _server("3090ti-4-2+2", "rtx 3090 ti", (2, 2), 3, 1500),
-    _server("3090ti-4-1+3", "rtx 3090 ti", (1, 3), 3, 1500),
-    _server("3090ti-8-4+4", "rtx 3090 ti", (4, 4), 3, 1500),
+    _server("3090ti-4", "rtx 3090 ti", (4,), 3, 1500, sockets=2),
+    _server("3090ti-4-2+2", "rtx 3090 ti", (2, 2), 3, 1500, sockets=2),
+    _server("3090ti-4-1+3", "rtx 3090 ti", (1, 3), 3, 1500, sockets=2),
+    _server("3090ti-8-4+4", "rtx 3090 ti", (4, 4), 3, 1500, sockets=2),
     # Desktop boards: two cards split the processor's 16 lanes.
     _server("3090-2", "rtx 3090", (2,), 4, 128, link_width=8),
     _server("3090-2-nvlink", "rtx 3090", (2,), 4, 128, nvlinks=4, link_width=8),
@@ -218,13 +225,13 @@ PRESETS: Dict[str, Topology] = {topology.name: topology for topology in (
     _server("4090-4-2+2", "rtx 4090", (2, 2), 4, 512),
     _server("a6000-4-2+2", "rtx a6000", (2, 2), 4, 512),
     # Two sockets with a switch to each, four GPUs behind it.
-    _server("3090-8-4+4", "rtx 3090", (4, 4), 4, 512),
-    _server("4090-8", "rtx 4090", (4, 4), 4, 1024),
-    _server("5090-8-4+4", "rtx 5090", (4, 4), 5, 1024),
-    _server("l40s-8-4+4", "l40s", (4, 4), 4, 1024),
+    _server("3090-8-4+4", "rtx 3090", (4, 4), 4, 512, sockets=2),
+    _server("4090-8", "rtx 4090", (4, 4), 4, 1024, sockets=2),
+    _server("5090-8-4+4", "rtx 5090", (4, 4), 5, 1024, sockets=2),
+    _server("l40s-8-4+4", "l40s", (4, 4), 4, 1024, sockets=2),
     # DGX A100: pairs of GPUs share a switch (user guide). DGX H100: every GPU has a switch port of its own.
-    _server("a100-8-nvlink", "a100", (2, 2, 2, 2), 4, 2048, nvlinks=12),
-    _server("h100-8-nvlink", "h100", (1,) * 8, 5, 2048, nvlinks=18),
+    _server("a100-8-nvlink", "a100", (2, 2, 2, 2), 4, 2048, nvlinks=12, sockets=2),
+    _server("h100-8-nvlink", "h100", (1,) * 8, 5, 2048, nvlinks=18, sockets=2),
 )}
 
 

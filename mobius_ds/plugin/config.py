@@ -18,10 +18,16 @@ class MobiusConfig(DeepSpeedConfigModel):
     """Run this job as a Mobius pipeline instead of ZeRO-3 CPU offload."""
 
     stages: Optional[int] = Field(None, ge=1)
-    """How many stages the model is cut into. Default: two per rank, at most one per layer."""
+    """How many stages the model is cut into. Default: planned; without a topology two per rank, at most one per layer."""
 
     layers_per_stage: Optional[Union[int, List[int]]] = None
     """Layers in each stage: one number for all stages, or a list with one number per stage."""
+
+    plan: Optional[str] = None
+    """A plan file of ``mobius-ds plan`` to run, instead of planning at the start."""
+
+    topology: Optional[str] = None
+    """What to plan for: a preset's name or a JSON file. Default: the GPUs of this machine; without any, stages are even."""
 
     layers: Optional[List[str]] = None
     """Names of the modules to cut between (shell patterns on the names in ``named_modules()``).
@@ -46,6 +52,8 @@ class MobiusConfig(DeepSpeedConfigModel):
         if self.stages and isinstance(self.layers_per_stage, list) and len(self.layers_per_stage) != self.stages:
             raise ValueError(f"layers_per_stage lists {len(self.layers_per_stage)} stages, but stages is {self.stages}; "
                              "leave one of the two out")
+        if self.plan and (self.stages or self.layers_per_stage):
+            raise ValueError("plan fixes the stages; leave stages and layers_per_stage out")
         if self.stages and isinstance(self.layers_per_stage, int):
             raise ValueError("stages and layers_per_stage both fix the number of stages; leave one of the two out")
         return self

@@ -16,10 +16,11 @@ from torch.utils._pytree import tree_flatten
 
 from mobius_ds.model.discovery import find_units
 from mobius_ds.model.intercept import Entry
+from mobius_ds.model.profiling import TracedModel
 from mobius_ds.model.program import Program, TensorSpec, plain, spans
 from mobius_ds.model.trace import trace
-from mobius_ds.planning.plan import InfeasiblePlan, Plan, make_plan
-from mobius_ds.planning.schedule import DEPTH, Kind, Schedule, backward_schedule, forward_schedule, outputs_schedule
+from mobius_ds.planning.plan import Plan
+from mobius_ds.planning.schedule import Kind, Schedule, backward_schedule, forward_schedule, outputs_schedule
 from mobius_ds.plugin.config import MobiusConfig
 from mobius_ds.planning.units import GIB, readable
 from mobius_ds.runtime.device import Device
@@ -27,9 +28,9 @@ from mobius_ds.runtime.errors import OutOfMemory, OutOfStep
 from mobius_ds.runtime.executor import Executor, Outputs
 from mobius_ds.runtime.ledger import Bytes, Ledger, no_bytes
 from mobius_ds.runtime.mailbox import Mailbox
+from mobius_ds.runtime.planning import Job, plan_job
 from mobius_ds.runtime.random import forked_generators, mixed
 from mobius_ds.runtime.shared_memory import ActivationStore, Placed
-from mobius_ds.runtime.slots import gradient_groups
 from mobius_ds.runtime.store import Layout, ParameterStore
 from mobius_ds.runtime.sweep import (Microbatch, Sweep, TensorSlot, giving_stages, sharing_stages,
                                      stage_parameters, volumes)
@@ -154,7 +155,7 @@ class Pipeline:
         # Microbatch i of rank r is number i*N + r: the order in which N times as many ranks would have them.
         ordered = [(home, announcements[i]) for i in range(len(batches)) for home, announcements in enumerate(gathered)]
         if self.plan is None:
-            self._make_plan(ordered)
+            self._make_plan(entry, batches[0], ordered)
         sweep = self._sweep(entry, ordered)
         schedule = forward_schedule(self.plan, sweep.home, volumes(self.plan, sweep, self.store.layout))
         self._predict(schedule)
@@ -320,26 +321,24 @@ class Pipeline:
 
     # The plan.
 
-    def _make_plan(self, ordered: Sequence[Tuple[int, Announcement]]) -> None:
-        """Plans from the first forward's program, the same on every rank."""
+    def _make_plan(self, entry: Entry, batch: Batch, ordered: Sequence[Tuple[int, Announcement]]) -> None:
+        """Takes the first rank's plan for the first forward's program."""
         self._reference = self._programs[ordered[0][1].signature]
-        needs = self._stage_needs(sum(announcement.input_bytes for _, announcement in ordered))
-        budget = self.device.budget
-
-        def shortfall(partition: Tuple[int, ...]) -> int:
-            return 0 if budget is None else max(need for _, need in needs(partition)) - budget
-
-        plan = make_plan(len(self._reference.layer_starts()), self.world_size, self.config.stages,
-                         self.config.layers_per_stage, shortfall)
-        if shortfall(plan.layers_per_stage) > 0:
-            largest, need = max(needs(plan.layers_per_stage), key=lambda pair: pair[1])
-            cut = spans(self._reference, plan.first_layers(), self._reference)[largest]
-            units = [call.unit for call in self._reference.calls[cut.start:cut.stop]]
-            raise InfeasiblePlan(
-                f"stage {largest} ({units[0]} to {units[-1]}) needs {readable(need)} of device memory for two slots, "
-                f"their gradients and boundary activations, but the budget is {readable(budget)}: "
-                f"{readable(need - budget)} are missing. Use more stages or fewer layers_per_stage, smaller "
-                f"micro-batches, or raise \"mobius\": {{\"device_memory_gb\": ...}}.")
+        job = Job(self._reference, self.units, self.store.layout, self.config, self.world_size, self.device.budget,
+                  sum(announcement.input_bytes for _, announcement in ordered), len(ordered),
+                  lambda: TracedModel(entry, self.units, self._reference, *batch, self.device.torch_device),
+                  {name: parameter.data for name, parameter in self._model.named_parameters()})
+        answer = None
+        if self.rank == 0:
+            try:
+                with forked_generators(self.device):
+                    answer = plan_job(job)
+            except ValueError as error:  # no plan: everyone's error, not this rank's alone
+                answer = error
+        answer = self.mailbox.gather("planning", answer)[0]
+        if isinstance(answer, ValueError):
+            raise answer
+        plan, how = answer
         self.plan = plan
         for stage, span in enumerate(spans(self._reference, plan.first_layers(), self._reference)):
             for name in self._reference.parameters_of(*span, self.units.parameters):
@@ -348,25 +347,7 @@ class Pipeline:
                     self._updated_by.setdefault(stage, []).append(name)
         self._executor = Executor(self.rank, plan, self.units, self.device, self.mailbox, self.activations, self.store)
         if self.rank == 0:
-            logger.info(f"Mobius: {len(self._reference.layer_starts())} layers in {plan.stages} stages on "
-                        f"{plan.gpus} GPUs: {plan}")
-
-    def _stage_needs(self, input_bytes: int):
-        """What each stage of a partition needs of a device, while another one of its size is being copied in."""
-        reference, layout = self._reference, self.store.layout
-        starts = reference.layer_starts()
-
-        def needs(partition: Tuple[int, ...]) -> List[Tuple[int, int]]:
-            plan = make_plan(len(starts), self.world_size, layers_per_stage=partition)
-            found = []
-            for stage, span in enumerate(spans(reference, plan.first_layers(), reference)):
-                names = reference.parameters_of(*span, self.units.parameters)
-                gradients = sum(4 * group.elements for group in gradient_groups(layout, names))
-                boundary = 2 * (reference.boundary_bytes(span.start) + reference.boundary_bytes(span.stop))
-                found.append((stage, DEPTH * (layout.weights(names).nbytes + gradients + boundary) + input_bytes))
-            return found
-
-        return needs
+            logger.info(f"Mobius: {how}")
 
 
 def _holder(name: str) -> str:

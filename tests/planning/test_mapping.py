@@ -42,7 +42,6 @@ def test_least_of_all_orders(root_of, stages):
 def test_never_worse_than_sequential_and_the_same_where_equal(root_of, stages):
     topology = server(root_of)
     chosen, plain = cross(topology, stages), sequential(stages, len(root_of))
-    assert sorted(set(chosen)) == sorted(set(chosen) & set(range(len(root_of))))
     assert len(set(chosen)) == min(stages, len(root_of))
     score, reference = contention(topology, chosen), contention(topology, plain)
     assert score <= reference * (1 + 1e-9)

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from mobius_ds.planning.mapping import sequential
 from mobius_ds.planning.partition import best_partition, descend, even, max_stage, min_stage
 from mobius_ds.planning.partition_cost import GpuCost, Problem, gpu_memory, problem_of, shortfall, step_seconds
-from mobius_ds.planning.partition_mip import cut_bounds
+from mobius_ds.planning.partition_mip import PartitionMip, cut_bounds
 from mobius_ds.planning.plan import InfeasiblePlan, Plan, even_partition
 from mobius_ds.planning.profile import LayerProfile, ModelProfile
 from mobius_ds.planning.schedule import Kind, Volumes, backward_schedule, forward_schedule
@@ -235,6 +235,12 @@ def test_without_time_the_best_heuristic_is_returned_and_its_gap_is_honest():
     assert found.step.total == found.beaten.seconds
     compute = 2 * 10 * 0.2 / 2  # on two GPUs, and all that is known to be needed
     assert found.gap == pytest.approx(1 - compute / found.step.total)
+
+
+def test_a_number_of_stages_that_memory_forbids_is_no_program():
+    case = problem([layer()] * 10, [GpuCost(6 * GIB, 1e10)] * 2, 2)
+    assert PartitionMip(case, 4).relaxation() == float("inf")
+    assert PartitionMip(case, 4).solve(1.0) == (None, float("inf"), True)
 
 
 def test_says_which_layer_is_too_large_and_by_how_much():

@@ -1,0 +1,187 @@
+"""The planner: from a profile and a topology to a plan, and the plan as a file.
+
+A plan file holds everything the plan depends on, under a hash of it, so that the same question is answered once and
+a run can be repeated from the file alone.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Callable, Dict, Optional, Tuple, Union
+
+from mobius_ds.planning.mapping import contention, cross, sequential
+from mobius_ds.planning.partition import Heuristic, best_partition, even, max_stage, min_stage
+from mobius_ds.planning.partition_cost import describe_shortfall, problem_of
+from mobius_ds.planning.plan import InfeasiblePlan, Plan
+from mobius_ds.planning.prediction import Prediction, predict_mobius
+from mobius_ds.planning.profile import LayerProfile, ModelProfile
+from mobius_ds.planning.topology import Topology, topology_from_json
+from mobius_ds.planning.units import readable
+
+STRATEGIES = ("mip", "max", "min", "even")
+MAPPINGS = ("cross", "sequential")
+FORMAT = 1
+"""Of plan files. A file of another format is planned again, or refused when it was asked for."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be planned."""
+
+    profile: ModelProfile
+    topology: Topology
+    microbatches: int
+    strategy: str = "mip"
+    mapping: str = "cross"
+    time_limit: float = 30.0
+    """Seconds for the solver."""
+
+    def __post_init__(self):
+        if self.strategy not in STRATEGIES:
+            raise ValueError(f"unknown strategy {self.strategy!r}; choose from {', '.join(STRATEGIES)}")
+        if self.mapping not in MAPPINGS:
+            raise ValueError(f"unknown mapping {self.mapping!r}; choose from {', '.join(MAPPINGS)}")
+
+    def content_hash(self) -> str:
+        """A name for everything the answer depends on."""
+        return hashlib.sha256(json.dumps([FORMAT, asdict(self)], sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The answer."""
+
+    request: Request
+    plan: Plan
+    gap: Optional[float]
+    """No partition takes less than 1 - gap of this one's step; None for a heuristic, which proves nothing."""
+    solver_seconds: float
+    heuristics: Tuple[Heuristic, ...]
+    """The simple rules' partitions, for comparison."""
+
+    def prediction(self) -> Prediction:
+        """The step under this plan."""
+        return predict_mobius(self.request.profile, self.request.topology, self.plan, self.request.microbatches)
+
+
+def make_best_plan(request: Request) -> Planned:
+    """Plans.
+
+    Raises:
+        InfeasiblePlan: the model fits neither the GPUs nor DRAM; the message says what is missing.
+    """
+    profile, topology = request.profile, request.topology
+    check_dram(profile, topology)
+
+    def mapping(stages: int) -> Tuple[int, ...]:
+        return cross(topology, stages) if request.mapping == "cross" else sequential(stages, topology.size)
+
+    problem = problem_of(profile, topology, request.microbatches, mapping)
+    if request.strategy == "mip":
+        found = best_partition(problem, request.time_limit)
+        return Planned(request, Plan(topology.size, found.layers_per_stage, found.gpu_of_stage), found.gap,
+                       found.solver_seconds, found.heuristics)
+    rule = {"max": max_stage, "min": min_stage, "even": even}[request.strategy](problem)
+    if rule.layers_per_stage is None:
+        ones = (1,) * len(profile.layers)
+        raise InfeasiblePlan(f"the {rule.name} rule finds no partition that fits. With one layer per stage: "
+                             f"{describe_shortfall(problem, ones)}")
+    return Planned(request, Plan(topology.size, rule.layers_per_stage, mapping(len(rule.layers_per_stage))), None, 0.0, (rule,))
+
+
+def check_dram(profile: ModelProfile, topology: Topology) -> None:
+    """Raises InfeasiblePlan if the model and its training state do not fit the topology's DRAM."""
+    trained = sum(layer.gradient_bytes for layer in profile.layers) // 2
+    # fp32 masters, gradients and two moments of what is trained, beside the weights themselves.
+    need = profile.weight_bytes + 16 * min(trained, profile.parameters)
+    if need > topology.dram_bytes:
+        raise InfeasiblePlan(f"{profile.name} needs {readable(need)} of DRAM for weights, fp32 masters, gradients and "
+                             f"optimizer moments, but {topology.name} has {readable(topology.dram_bytes)}: "
+                             f"{readable(need - topology.dram_bytes)} are missing")
+
+
+# Plan files.
+
+
+def to_json(planned: Planned) -> Dict[str, Any]:
+    """Plain data for a plan file: the request, the plan, and what is predicted."""
+    prediction = planned.prediction()
+    return {
+        "format": FORMAT, "hash": planned.request.content_hash(),
+        "plan": asdict(planned.plan), "gap": planned.gap, "solver_seconds": planned.solver_seconds,
+        "contention": contention(planned.request.topology, planned.plan.gpu_of_stage),
+        "heuristics": [heuristic._asdict() for heuristic in planned.heuristics],
+        "predicted": {"step_seconds": prediction.step_seconds, "sweep_seconds": prediction.sweep_seconds,
+                      "update_seconds": prediction.update_seconds, "bytes_by_category": prediction.bytes_by_category,
+                      "memory_bytes": list(prediction.memory_bytes), "bubble": prediction.bubble},
+        "request": asdict(planned.request)}
+
+
+def from_json(source: Union[str, Path, Dict[str, Any]]) -> Planned:
+    """Reads a plan file or its content.
+
+    Raises:
+        ValueError: it is no plan file, of another format, or its plan does not fit its own profile.
+    """
+    name = "the plan" if isinstance(source, dict) else str(source)
+    try:
+        data = source if isinstance(source, dict) else json.loads(Path(source).read_text())
+        if data.get("format") != FORMAT:
+            raise ValueError(f"{name} is of format {data.get('format')}, not {FORMAT}; plan again")
+        asked = dict(data["request"])
+        layers = tuple(LayerProfile(**layer) for layer in asked["profile"]["layers"])
+        asked["profile"] = ModelProfile(**{**asked["profile"], "layers": layers})
+        asked["topology"] = topology_from_json(asked["topology"])
+        plan = Plan(data["plan"]["gpus"], tuple(data["plan"]["layers_per_stage"]), tuple(data["plan"]["gpu_of_stage"]))
+        heuristics = tuple(Heuristic(h["name"], h["layers_per_stage"] and tuple(h["layers_per_stage"]), h["seconds"])
+                           for h in data["heuristics"])
+        planned = Planned(Request(**asked), plan, data["gap"], data["solver_seconds"], heuristics)
+    except OSError as error:
+        raise ValueError(f"cannot read {name}: {error.strerror}") from None
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{name} is not a plan file made by mobius-ds plan: {type(error).__name__} {error}") from None
+    check_plan(plan, len(layers), planned.request.topology.size, name)
+    return planned
+
+
+def check_plan(plan: Plan, layers: int, gpus: int, name: str) -> None:
+    """Raises ValueError if a plan is not one for so many layers and GPUs."""
+    if sum(plan.layers_per_stage) != layers or min(plan.layers_per_stage, default=0) < 1:
+        raise ValueError(f"{name} has stages of {plan.layers_per_stage} layers, {sum(plan.layers_per_stage)} in all, but the "
+                         f"model has {layers}")
+    if plan.gpus != gpus or len(plan.gpu_of_stage) != plan.stages or not set(plan.gpu_of_stage) <= set(range(gpus)):
+        raise ValueError(f"{name} maps {len(plan.gpu_of_stage)} of {plan.stages} stages to GPUs {set(plan.gpu_of_stage)} of "
+                         f"{plan.gpus}, but there are {gpus} GPUs")
+
+
+def write(planned: Planned, path: Path) -> None:
+    """Writes a plan file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    with os.fdopen(handle, "w") as file:
+        json.dump(to_json(planned), file, indent=1)
+    os.replace(temporary, path)
+
+
+def cached_plan(key: str, request: Callable[[], Request], folder: Path) -> Tuple[Planned, bool]:
+    """Plans, or reads what was planned before under the same key.
+
+    Args:
+        key: names everything the answer depends on, but for measured times, which are never the same twice.
+        request: what to plan; asked for only if there is no answer yet, as it may have to be measured.
+
+    Returns:
+        The plan, and whether it was read.
+    """
+    path = folder / f"{key}.json"
+    if path.exists():
+        try:
+            return from_json(path), True
+        except ValueError:
+            path.unlink()  # of an older format, or damaged: it is only a cache
+    planned = make_best_plan(request())
+    write(planned, path)
+    return planned, False

@@ -1,0 +1,186 @@
+"""``mobius-ds plan`` and ``mobius-ds simulate``: a plan explained before anything runs."""
+
+import argparse
+from pathlib import Path
+from typing import List, Optional
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from mobius_ds.planning.mapping import contention, sequential
+from mobius_ds.planning.planner import MAPPINGS, STRATEGIES, Planned, Request, from_json, make_best_plan, write
+from mobius_ds.planning.prediction import Prediction, predict_gpipe, predict_zero3_offload, stages_of
+from mobius_ds.planning.schedule import Kind, Stream
+from mobius_ds.planning.topology import PRESETS, Topology, preset, topology_from_json
+from mobius_ds.planning.units import readable
+
+PERCENT = 100
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of ``plan``."""
+    parser.add_argument("--model", required=True,
+                        help="folder or file with a Hugging Face config, or a GPT size such as gpt-8b")
+    parser.add_argument("--topology", required=True, help=f"a preset ({', '.join(PRESETS)}), a JSON file, or 'detect'")
+    parser.add_argument("--micro-batch", type=int, default=1, help="samples in a micro-batch (default: 1)")
+    parser.add_argument("--seq", type=int, default=1024, help="tokens in a sample (default: 1024)")
+    parser.add_argument("--microbatches", type=int, help="micro-batches in a step (default: one per GPU)")
+    parser.add_argument("--strategy", choices=STRATEGIES, default="mip", help="how to partition (default: mip)")
+    parser.add_argument("--mapping", choices=MAPPINGS, default="cross", help="how to map stages to GPUs (default: cross)")
+    parser.add_argument("--time-limit", type=float, default=30.0, help="seconds for the solver (default: 30)")
+    parser.add_argument("--out", type=Path, help="write the plan here")
+
+
+def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of ``simulate``."""
+    parser.add_argument("plan", type=Path, help="a plan file")
+    parser.add_argument("--trace", type=Path, help="write a Chrome trace here (JSON; opens in Perfetto)")
+    parser.add_argument("--png", type=Path, help="draw the step here")
+
+
+def plan(args: argparse.Namespace) -> int:
+    """Plans, and shows the plan beside what others would take. Returns the exit status."""
+    console = Console()
+    try:
+        from mobius_ds.model.profiling import profile_description
+
+        topology = read_topology(args.topology)
+        profiled = profile_description(args.model, args.micro_batch, args.seq, topology.gpus[0])
+        planned = make_best_plan(Request(profiled.profile, topology, args.microbatches or topology.size, args.strategy,
+                                         args.mapping, args.time_limit))
+        show(planned, console)
+        if args.out:
+            write(planned, args.out)
+            console.print(f"{escape(str(args.out))} written")
+    except ValueError as error:  # every planning error is one: an unknown model, a topology, no room
+        console.print(f"[red]mobius-ds plan:[/] {escape(str(error))}", soft_wrap=True)
+        return 1
+    return 0
+
+
+def simulate(args: argparse.Namespace) -> int:
+    """Plays a plan file. Returns the exit status."""
+    from mobius_ds.reporting import timeline
+
+    console = Console()
+    try:
+        planned = from_json(args.plan)
+    except ValueError as error:
+        console.print(f"[red]mobius-ds simulate:[/] {escape(str(error))}", soft_wrap=True)
+        return 1
+    prediction = planned.prediction()
+    console.print(comparison_table(planned, [prediction]))
+    if args.trace:
+        timeline.write_chrome_trace(prediction.sweeps, args.trace)
+        console.print(f"{escape(str(args.trace))} written")
+    if args.png:
+        timeline.draw(prediction.sweeps, args.png, f"{planned.request.profile.name} on {planned.request.topology.name}")
+        console.print(f"{escape(str(args.png))} written")
+    return 0
+
+
+def read_topology(source: str) -> Topology:
+    """A topology by what a user says: a preset's name, ``detect``, or a JSON file.
+
+    Raises:
+        TopologyError: it is none of these, or nothing was detected.
+    """
+    if source == "detect":
+        from mobius_ds.runtime.topology_detection import detect_topology
+        return detect_topology().topology
+    return topology_from_json(source) if source.endswith(".json") or Path(source).is_file() else preset(source)
+
+
+def show(planned: Planned, console: Console) -> None:
+    """Prints a plan: its stages, how it was found, and what it and others would take."""
+    request = planned.request
+    profile, topology = request.profile, request.topology
+    prediction = planned.prediction()
+    console.print(f"{profile.name}: {profile.parameters / 1e9:.2f} B parameters in {len(profile.layers)} layers on "
+                  f"{topology.name}, {topology.size} GPUs, {request.microbatches} micro-batches", highlight=False)
+    console.print(stage_table(planned, prediction))
+    console.print(how_found(planned), highlight=False, soft_wrap=True)
+    console.print(comparison_table(planned, [prediction, predict_zero3_offload(profile, topology),
+                                             predict_gpipe(profile, topology, request.microbatches)]))
+
+
+def how_found(planned: Planned) -> str:
+    """One paragraph: stages, solver, mapping, memory."""
+    request, plan_ = planned.request, planned.plan
+    prediction = planned.prediction()
+    words = [f"{plan_.stages} stages"]
+    if planned.gap is not None:
+        words.append(f"found in {planned.solver_seconds:.1f} s, at most {planned.gap * PERCENT:.2f} % from the best possible")
+        rules = [f"{rule.name} {rule.seconds:.3f} s" if rule.layers_per_stage else f"{rule.name} does not fit"
+                 for rule in planned.heuristics]
+        words.append(f"simple rules: {', '.join(rules)}")
+    plain = contention(request.topology, sequential(plan_.stages, request.topology.size))
+    words.append(f"contention {contention(request.topology, plan_.gpu_of_stage):.1f} (sequential mapping {plain:.1f})")
+    words.append(f"step {prediction.step_seconds:.3f} s, of which the CPU optimizer {prediction.update_seconds:.3f} s")
+    words.append(f"memory {readable(max(prediction.memory_bytes))} per GPU at most")
+    return "; ".join(words) + "."
+
+
+def stage_table(planned: Planned, prediction: Prediction) -> Table:
+    """A row per stage: its layers, bytes, GPU, and how much of its copy in the GPU waited for, forward and backward."""
+    table = Table(title="stages", show_lines=False)
+    for name, justify in (("stage", "right"), ("GPU", "right"), ("layers", "left"), ("weights", "right"),
+                          ("handed on", "right"), ("forward, ms", "right"), ("backward, ms", "right"),
+                          ("copy exposed, ms", "right")):
+        table.add_column(name, justify=justify)
+    exposed = [exposed_copies(prediction, sweep) for sweep in range(2)]
+    for stage, layers in enumerate(stages_of(planned.request.profile, planned.plan)):
+        first = planned.plan.first_layers()[stage]
+        kinds = " ".join(dict.fromkeys(layer.name for layer in layers))
+        table.add_row(str(stage), str(planned.plan.gpu_of_stage[stage]),
+                      f"{first}" + (f"-{first + len(layers) - 1}" if len(layers) > 1 else "") + f" {escape(kinds)}",
+                      readable(sum(layer.weight_bytes for layer in layers)), readable(layers[-1].boundary_bytes),
+                      f"{sum(layer.forward_seconds for layer in layers) * 1e3:.1f}",
+                      f"{sum(layer.backward_seconds for layer in layers) * 1e3:.1f}",
+                      " / ".join(_exposure(part.get(stage, 0.0)) for part in exposed))
+    return table
+
+
+def exposed_copies(prediction: Prediction, sweep: int) -> dict:
+    """Seconds that each stage's first compute waited for its weights alone, in one of the sweeps."""
+    _, timeline = prediction.sweeps[sweep]
+    ends = {played.task.key: played.end for played in timeline.played}
+    waited = {}
+    for gpu in range(prediction.gpus):
+        free = 0.0
+        for played in timeline.of(gpu, Stream.COMPUTE):
+            stage = played.task.key.stage
+            others = [ends[key] for key in played.task.after if key.kind is not Kind.WEIGHTS and key in ends]
+            if stage not in waited:
+                ready = max([free, *others])
+                copied = next(ends[key] for key in played.task.after if key.kind is Kind.WEIGHTS)
+                waited[stage] = max(0.0, copied - ready)
+            free = played.end
+    return waited
+
+
+def comparison_table(planned: Planned, predictions: List[Prediction]) -> Table:
+    """Predicted steps side by side."""
+    model_bytes = planned.request.profile.model_bytes
+    table = Table(title="predicted step")
+    table.add_column("")
+    for prediction in predictions:
+        table.add_column(prediction.name, justify="right")
+    rows = [
+        ("step, s", lambda p: f"{p.step_seconds:.3f}"),
+        ("without the CPU optimizer, s", lambda p: f"{p.sweep_seconds:.3f}"),
+        ("GPU computes at most, s", lambda p: f"{p.busiest_compute_seconds:.3f}"),
+        ("not computing (busiest GPU)", lambda p: f"{p.exposed_share * PERCENT:.0f} %"),
+        ("bytes moved", lambda p: readable(sum(p.bytes_by_category.values()))),
+        ("bytes / model size", lambda p: f"{sum(p.bytes_by_category.values()) / model_bytes:.2f}"),
+        ("memory per GPU", lambda p: readable(max(p.memory_bytes))),
+        ("fits", lambda p: "yes" if p.fits else f"[red]OOM[/]: {readable(p.missing_bytes)} missing"),
+    ]
+    for name, figure in rows:
+        table.add_row(name, *(figure(prediction) for prediction in predictions))
+    return table
+
+
+def _exposure(seconds: Optional[float]) -> str:
+    return "hidden" if seconds < 5e-5 else f"{seconds * 1e3:.1f}"

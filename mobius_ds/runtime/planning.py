@@ -1,0 +1,155 @@
+"""How a running job gets its plan: from a file, by hand, by the planner, or even.
+
+Only what the job knows (its program, its device, its config) is brought together here; what makes a plan good is
+decided in ``mobius_ds.planning``.
+"""
+
+import hashlib
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Callable, List, Mapping, NamedTuple, Optional, Tuple
+
+import torch
+
+from mobius_ds.model.discovery import Units
+from mobius_ds.model.profiling import TracedModel, computed_profile, measured_profile
+from mobius_ds.model.program import Program, spans
+from mobius_ds.planning.plan import InfeasiblePlan, Plan, make_plan
+from mobius_ds.planning.planner import FORMAT, Request, cached_plan, check_plan, from_json
+from mobius_ds.planning.schedule import DEPTH
+from mobius_ds.planning.topology import Topology, TopologyError
+from mobius_ds.planning.units import readable
+from mobius_ds.plugin.config import MobiusConfig
+from mobius_ds.runtime.slots import gradient_groups
+from mobius_ds.runtime.store import Layout
+
+CACHE_VARIABLE = "MOBIUS_DS_CACHE"
+"""Environment variable with the folder of plans made before. Default: ``~/.cache/mobius_ds/plans``."""
+
+
+class Job(NamedTuple):
+    """What planning has to know of a job."""
+
+    reference: Program
+    """The first forward's program, whose layers are planned."""
+    units: Units
+    layout: Layout
+    config: MobiusConfig
+    gpus: int
+    budget: Optional[int]
+    """Device memory each rank may use, bytes."""
+    input_bytes: int
+    """Of one sweep's inputs, which every device holds."""
+    microbatches: int
+    traced: Callable[[], TracedModel]
+    """The model with the microbatch of the first forward, on the rank that plans."""
+    weights: Mapping[str, torch.Tensor]
+
+
+def plan_job(job: Job) -> Tuple[Plan, str]:
+    """Plans a job.
+
+    Returns:
+        The plan, and a paragraph that says how it came about.
+
+    Raises:
+        InfeasiblePlan: the device memory does not allow it.
+        ValueError: the config's plan or topology is not one for this job.
+    """
+    layers = len(job.reference.layer_starts())
+    config = job.config
+    if config.plan is not None:
+        planned = from_json(config.plan)
+        check_plan(planned.plan, layers, job.gpus, config.plan)
+        plan, how = planned.plan, f"plan of {config.plan}"
+    elif config.stages is not None or config.layers_per_stage is not None:
+        plan, how = make_plan(layers, job.gpus, config.stages, config.layers_per_stage), "partition given by hand"
+    else:
+        topology = _topology(job)
+        if topology is not None:
+            plan, how = _best(job, topology)
+        else:
+            plan, how = make_plan(layers, job.gpus, shortfall=lambda partition: shortfall(job, partition)), \
+                "even partition, as there is no topology to plan for"
+    _check_memory(job, plan)
+    return plan, f"{layers} layers in {plan.stages} stages on {plan.gpus} GPUs ({how}): {plan}"
+
+
+def _topology(job: Job) -> Optional[Topology]:
+    """The job's topology: what the config names, or what is detected where there is a GPU."""
+    from mobius_ds.reporting.plan_report import read_topology
+    from mobius_ds.runtime.topology_detection import detect_topology
+
+    if job.config.topology is not None:
+        topology = read_topology(job.config.topology)
+    elif torch.cuda.is_available():
+        topology = detect_topology().topology
+    else:
+        return None
+    if topology.size < job.gpus:
+        raise TopologyError(f"topology {topology.name!r} has {topology.size} GPUs, but the job has {job.gpus} ranks")
+    topology = topology.select(range(job.gpus))
+    if job.budget is None:
+        return topology
+    return replace(topology, gpus=tuple(replace(gpu, memory_bytes=min(gpu.memory_bytes, job.budget))
+                                        for gpu in topology.gpus))
+
+
+def _best(job: Job, topology: Topology) -> Tuple[Plan, str]:
+    from mobius_ds.reporting.plan_report import how_found
+
+    def request() -> Request:
+        traced = job.traced()
+        name = type(traced.entry.model).__name__
+        # Measured where the job runs on what it plans for; a stand-in device would give its own times.
+        profile = measured_profile(traced, job.weights, name) if traced.device.type != "cpu" \
+            else computed_profile(traced, topology.gpus[0], name)
+        return Request(profile, topology, job.microbatches)
+
+    folder = Path(os.environ.get(CACHE_VARIABLE, Path.home() / ".cache" / "mobius_ds" / "plans"))
+    planned, read = cached_plan(_question(job, topology), request, folder)
+    return planned.plan, f"planned for {topology.name}{', read from the cache' if read else ''}; {how_found(planned)}"
+
+
+def _question(job: Job, topology: Topology) -> str:
+    """A name for all that a job's plan depends on."""
+    calls = [(call.unit, sorted(map(str, call.needs)), call.returns) for call in job.reference.calls]
+    asked = [FORMAT, repr(calls), repr(job.layout.entries), topology.to_json(), job.microbatches]
+    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+
+
+# Memory, as the slots and buffers of the runtime take it.
+
+
+def shortfall(job: Job, partition: Tuple[int, ...]) -> int:
+    """Bytes by which a partition exceeds the budget; zero or less if it fits."""
+    return 0 if job.budget is None else max(need for _, need in _stage_needs(job, partition)) - job.budget
+
+
+def _check_memory(job: Job, plan: Plan) -> None:
+    missing = shortfall(job, plan.layers_per_stage)
+    if missing <= 0:
+        return
+    largest, need = max(_stage_needs(job, plan.layers_per_stage), key=lambda pair: pair[1])
+    span = spans(job.reference, plan.first_layers(), job.reference)[largest]
+    units = [call.unit for call in job.reference.calls[span.start:span.stop]]
+    raise InfeasiblePlan(
+        f"stage {largest} ({units[0]} to {units[-1]}) needs {readable(need)} of device memory for two slots, "
+        f"their gradients and boundary activations, but the budget is {readable(job.budget)}: "
+        f"{readable(missing)} are missing. Use more stages or fewer layers_per_stage, smaller "
+        f"micro-batches, or raise \"mobius\": {{\"device_memory_gb\": ...}}.")
+
+
+def _stage_needs(job: Job, partition: Tuple[int, ...]) -> List[Tuple[int, int]]:
+    """What each stage of a partition needs of a device, while another one of its size is being copied in."""
+    reference = job.reference
+    plan = make_plan(sum(partition), job.gpus, layers_per_stage=partition)
+    needs = []
+    for stage, span in enumerate(spans(reference, plan.first_layers(), reference)):
+        names = reference.parameters_of(*span, job.units.parameters)
+        gradients = sum(4 * group.elements for group in gradient_groups(job.layout, names))
+        boundary = 2 * (reference.boundary_bytes(span.start) + reference.boundary_bytes(span.stop))
+        needs.append((stage, DEPTH * (job.layout.weights(names).nbytes + gradients + boundary) + job.input_bytes))
+    return needs

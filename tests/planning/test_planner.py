@@ -1,0 +1,116 @@
+"""Planning as a whole: plan files, the cache, predictions, and what cannot be planned."""
+
+import dataclasses
+import json
+
+import pytest
+
+from mobius_ds import cli
+from mobius_ds.planning.plan import InfeasiblePlan
+from mobius_ds.planning.planner import Request, cached_plan, from_json, make_best_plan, to_json, write
+from mobius_ds.planning.prediction import predict_gpipe, predict_mobius, predict_zero3_offload
+from mobius_ds.planning.topology import preset
+from tests.planning.models import even_model
+
+FOUR = preset("3090ti-4-2+2")
+
+
+def request(**changes) -> Request:
+    return dataclasses.replace(Request(even_model(layers=12, weight_bytes=2 * 10**8), FOUR, 4, time_limit=5.0), **changes)
+
+
+@pytest.mark.parametrize("strategy", ["mip", "max", "min", "even"])
+def test_a_plan_file_holds_the_whole_plan(tmp_path, strategy):
+    planned = make_best_plan(request(strategy=strategy))
+    path = tmp_path / "plan.json"
+    write(planned, path)
+    again = from_json(path)
+    assert again == planned
+    data = json.loads(path.read_text())
+    assert data["hash"] == again.request.content_hash()
+    assert data["predicted"]["step_seconds"] == again.prediction().step_seconds
+    assert sum(data["plan"]["layers_per_stage"]) == 12
+    assert (data["gap"] is not None) == (strategy == "mip")
+
+
+def test_the_mip_is_never_worse_than_the_rules():
+    best = make_best_plan(request())
+    assert all(best.prediction().sweep_seconds <= rule.seconds * 1.02 for rule in best.heuristics)
+    assert 0 <= best.gap <= 0.01
+
+
+def test_the_same_question_is_answered_once(tmp_path):
+    asked = []
+
+    def ask() -> Request:
+        asked.append(request())
+        return asked[-1]
+
+    planned, read = cached_plan("question", ask, tmp_path)
+    again, read_again = cached_plan("question", ask, tmp_path)
+    assert (read, read_again) == (False, True) and again == planned and len(asked) == 1
+    other, read = cached_plan("another", lambda: request(microbatches=8), tmp_path)
+    assert not read and len(list(tmp_path.iterdir())) == 2
+    (tmp_path / "question.json").write_text("{")
+    repaired, read = cached_plan("question", ask, tmp_path)
+    assert not read and repaired.plan == planned.plan and len(asked) == 2
+
+
+@pytest.mark.parametrize("change, what", [
+    (lambda data: data.update(format=0), "format 0"),
+    (lambda data: data["plan"].update(layers_per_stage=[5, 5]), "10 in all, but the model has 12"),
+    (lambda data: data["plan"].update(gpus=3), "there are 4 GPUs"),
+    (lambda data: data.pop("request"), "not a plan file"),
+])
+def test_a_plan_file_that_does_not_fit_is_refused(change, what):
+    data = to_json(make_best_plan(request(strategy="even")))
+    change(data)
+    with pytest.raises(ValueError, match=what):
+        from_json(data)
+
+
+def test_a_model_larger_than_dram_is_refused_with_what_is_missing():
+    small = dataclasses.replace(FOUR, dram_bytes=10**9)
+    with pytest.raises(InfeasiblePlan, match=r"needs 20.12 GiB of DRAM .* has 953.67 MiB: 19.19 GiB are missing"):
+        make_best_plan(request(topology=small))
+
+
+@pytest.mark.parametrize("strategy", ["mip", "max", "min", "even"])
+def test_a_gpu_that_cannot_hold_one_layer_is_refused_with_what_is_missing(strategy):
+    tiny = dataclasses.replace(FOUR, gpus=tuple(dataclasses.replace(gpu, memory_bytes=10**8) for gpu in FOUR.gpus))
+    with pytest.raises(InfeasiblePlan, match=r"short|missing"):
+        make_best_plan(request(topology=tiny, strategy=strategy))
+
+
+def test_mobius_moves_one_and_a_half_times_the_model_and_zero3_one_and_a_half_times_n():
+    profile = even_model(layers=12, boundary_bytes=1000)
+    plan = make_best_plan(request(profile=profile, strategy="even")).plan
+    moved = predict_mobius(profile, FOUR, plan).bytes_by_category
+    assert moved["parameters_in"] + moved["gradients_out"] == 1.5 * profile.model_bytes
+    assert sum(predict_zero3_offload(profile, FOUR).bytes_by_category.values()) == 1.5 * 4 * profile.model_bytes
+
+
+def test_gpipe_is_out_of_memory_where_mobius_is_not():
+    profile = even_model(layers=48, weight_bytes=4 * 10**8)  # 9.6 billion parameters
+    gpipe = predict_gpipe(profile, FOUR)
+    assert not gpipe.fits and gpipe.missing_bytes > 0
+    assert predict_mobius(profile, FOUR, make_best_plan(request(profile=profile, strategy="even")).plan).fits
+
+
+def test_plan_and_simulate_as_commands(tmp_path, capsys):
+    path, trace, png = tmp_path / "plan.json", tmp_path / "trace.json", tmp_path / "step.png"
+    assert cli.main(["plan", "--model", "gpt-3b", "--topology", "3090ti-4", "--strategy", "even", "--out", str(path)]) == 0
+    told = capsys.readouterr().out
+    assert "gpt-3b: 3.13 B parameters" in told and "zero3-offload" in told and "gpipe" in told and "contention" in told
+    assert cli.main(["simulate", str(path), "--trace", str(trace), "--png", str(png)]) == 0
+    events = json.loads(trace.read_text())["traceEvents"]
+    computed = [event for event in events if event["ph"] == "X" and event["cat"] == "compute"]
+    stages = from_json(path).plan.stages
+    assert len(computed) == 2 * stages * 4 and all(event["dur"] >= 0 for event in computed)
+    assert png.read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
+    assert cli.main(["plan", "--model", "gpt-9b", "--topology", "3090ti-4"]) == 1
+    assert cli.main(["plan", "--model", "gpt-8b", "--topology", "3090ti-5"]) == 1
+    assert cli.main(["simulate", str(trace)]) == 1
+    told = capsys.readouterr().out
+    assert "gpt-8b" in told and "unknown topology '3090ti-5'" in told and "not a plan file" in told or "format" in told
