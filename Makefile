@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 PIP_ARGS ?=
 # 1: install torch's CUDA build even without a GPU.
 ALLOW_CUDA ?= $(if $(shell command -v nvidia-smi),1,0)
-# More options for pytest and for mobius-ds compare.
+# More options for pytest, mobius-ds compare or comparisons/paper.py.
 ARGS ?=
 
 REQUIREMENTS := requirements/build.txt requirements/lock.txt
@@ -21,13 +21,16 @@ export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
 # Several ranks share the cores: more threads in each only get in each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: test compare venv unlock clean
+.PHONY: test compare paper venv unlock clean
 
 test: venv unlock
 	$(VENV)/bin/python -m pytest -q -n 2 --dist loadfile $(ARGS)
 
 compare: venv unlock
 	$(VENV)/bin/mobius-ds compare $(ARGS)
+
+paper: venv
+	$(VENV)/bin/python comparisons/paper.py $(ARGS)
 
 venv: $(VENV)/operators.stamp
 

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import pickle
 import queue
+import signal
 import socket
 import time
 import traceback
@@ -87,6 +88,8 @@ def _rank_main(rank: int, world_size: int, port: int, env: Dict[str, str], resul
                args: tuple) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", **env)
+    # Tests started in the background inherit an ignored interrupt; a script at a terminal does not.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     import torch
     torch.set_num_threads(1)
     import deepspeed

@@ -107,7 +107,9 @@ def test_interrupting_leaves_no_process(tmp_path, number):
     job = subprocess.Popen(
         [sys.executable, "-m", "mobius_ds.cli", "compare", "--script", script, "--arms", "zero3", "--ranks", "2",
          "--out", tmp_path / "out"],
-        env={**os.environ, "PYTHONPATH": str(CHECKOUT)}, stdout=subprocess.DEVNULL)  # yapf: disable
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)}, stdout=subprocess.DEVNULL,
+        # Tests started in the background inherit an ignored interrupt; a command at a terminal does not.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # yapf: disable
     try:
         pids = [wait_for_pid(tmp_path / f"pid{rank}") for rank in range(2)]
         job.send_signal(number)
