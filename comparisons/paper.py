@@ -20,13 +20,12 @@ from rich.table import Table
 from mobius_ds.model.profiling import profile_description
 from mobius_ds.planning.costs import bandwidths, zero3_costs
 from mobius_ds.planning.mapping import sequential
-from mobius_ds.planning.peers import roundpipe_schedule, zero3_offload_schedule
+from mobius_ds.planning.peers import zero3_offload_schedule
 from mobius_ds.planning.plan import Plan
 from mobius_ds.planning.planner import Planned, Request, make_best_plan
-from mobius_ds.planning.prediction import predict_gpipe, predict_mobius, predict_zero3_offload
+from mobius_ds.planning.prediction import predict_gpipe, predict_mobius, predict_roundpipe, predict_zero3_offload
 from mobius_ds.planning.profile import LayerProfile, ModelProfile
-from mobius_ds.planning.schedule import Kind
-from mobius_ds.planning.simulator import Cost, simulate
+from mobius_ds.planning.simulator import simulate
 from mobius_ds.planning.topology import preset
 
 PUBLISHED = json.loads((Path(__file__).parents[1] / "tests" / "data" / "published_results.json").read_text())
@@ -210,7 +209,8 @@ def published_profile(name: str) -> ModelProfile:
     # The published backward does not hold the recomputation that its rules add.
     layer = LayerProfile("layer", times["layer_fwd_ms"] / 1e3, (times["layer_fwd_ms"] + times["layer_bwd_ms"]) / 1e3,
                          int(2 * parameters), int(2 * parameters), boundary, 30 * boundary)
-    top = LayerProfile("head", times["head_fwd_ms"] / 1e3, times["head_bwd_ms"] / 1e3, int(2 * head), int(2 * head), 4, boundary)
+    top = LayerProfile("head", times["head_fwd_ms"] / 1e3, (times["head_fwd_ms"] + times["head_bwd_ms"]) / 1e3, int(2 * head),
+                       int(2 * head), 4, boundary)
     return ModelProfile(name, (layer,) * times["layers"] + (top,), int(times["layers"] * parameters + head))
 
 
@@ -223,45 +223,19 @@ def measured_4090(lab: Lab) -> List[Row]:
         microbatches = times["global_batch"] // 4
         planned = make_best_plan(Request(profile, server, microbatches, time_limit=5.0))
         mobius = predict_mobius(profile, server, planned.plan, microbatches).sweep_seconds
+        roundpipe = predict_roundpipe(profile, server, microbatches, times["hop_ms"] / 1e3).sweep_seconds
         samples, accumulated = ARTIFACT["zero_infinity_microbatch_x_accumulation"][name]
         layers = [replace(layer, forward_seconds=layer.forward_seconds * samples / 4,
                           backward_seconds=layer.backward_seconds * samples / 4) for layer in profile.layers]
         zero3 = accumulated * simulate(zero3_offload_schedule(layers, 8), zero3_costs(layers, server),
                                        bandwidths(server)).makespan
         for what, ours, other in (("Mobius over ZeRO-Infinity", zero3 / mobius, "zero-infinity-cpu"),
-                                  ("RoundPipe (sync) over Mobius", mobius / _roundpipe(name, microbatches), "roundpipe-sync")):
+                                  ("RoundPipe (sync) over Mobius", mobius / roundpipe, "roundpipe-sync")):
             ratio = measured["mobius"][name] / measured[other][name]
             expected = ratio if other == "zero-infinity-cpu" else 1 / ratio
             rows.append(Row(f"{name}: {what}", f"{expected:.1f}x measured", f"{ours:.1f}x", 0.6 < ours / expected < 1.67,
                             "software overhead of the measured systems is not simulated"))
     return rows
-
-
-def _roundpipe(name: str, microbatches: int) -> float:
-    """RoundPipe's step: stages as its published partitions cut them (of the nearest model), rounds of eight."""
-    times = ARTIFACT["models"][name]
-    layers = times["layers"]
-    ratio = (times["layer_fwd_ms"] + times["layer_bwd_ms"]) / times["layer_fwd_ms"]
-    backward = 1 if layers >= 48 else 2
-    forward = max(1, round(backward * ratio))
-    cuts = [[min(size, layers - start) for start in range(0, layers, size)] for size in (forward, backward)]
-    stages = (cuts[0], [0] + cuts[1])
-    per_round = len(stages[0]) + len(stages[1])
-
-    def cost(task) -> Cost:
-        kind, number = task.key.kind, task.key.stage % per_round
-        if kind is Kind.FORWARD:
-            return Cost(stages[0][number] * times["layer_fwd_ms"] / 1e3)
-        if kind is Kind.RECOMPUTE:
-            return Cost(stages[1][number - len(stages[0])] * times["layer_fwd_ms"] / 1e3)
-        if kind is Kind.BACKWARD and number == len(stages[0]):
-            return Cost((times["head_fwd_ms"] + times["head_bwd_ms"]) / 1e3)
-        if kind is Kind.BACKWARD:
-            return Cost(stages[1][number - len(stages[0])] * times["layer_bwd_ms"] / 1e3)
-        return Cost(times["hop_ms"] / 1e3)
-
-    schedule = roundpipe_schedule(8, len(stages[0]), len(stages[1]), 8, microbatches // 8)
-    return simulate(schedule, cost, {}).makespan
 
 
 SECTIONS: Tuple[Tuple[str, Callable[[Lab], List[Row]]], ...] = (

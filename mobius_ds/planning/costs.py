@@ -94,12 +94,11 @@ def pipeline_costs(profile: ModelProfile, topology: Topology, plan: Plan) -> Cos
             return Cost(sum(layer.forward_seconds for layer in stages[stage]) / speed(topology, task.gpu))
         if kind is Kind.BACKWARD:
             return Cost(sum(layer.backward_seconds for layer in stages[stage]) / speed(topology, task.gpu))
-        target = stage + 1 if kind is Kind.GIVE_ACTIVATIONS else stage - 1
-        boundary = stages[min(stage, target)][-1].boundary_bytes
         if topology.peer_bandwidth is not None:
-            return Cost(0.0, ((("peer", task.gpu), boundary),))
-        return Cost(0.0, to_dram(topology, task.gpu, boundary)
-                    + to_gpu(topology, plan.gpu_of_stage[target], boundary))
+            return Cost(0.0, ((("peer", task.gpu), task.nbytes),))
+        target = stage + 1 if kind is Kind.GIVE_ACTIVATIONS else stage - 1
+        return Cost(0.0, to_dram(topology, task.gpu, task.nbytes)
+                    + to_gpu(topology, plan.gpu_of_stage[target], task.nbytes))
 
     return cost
 

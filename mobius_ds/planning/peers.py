@@ -14,18 +14,22 @@ Step = Tuple[Kind, int, int]
 """A compute task: kind, stage, microbatch."""
 
 
-def gpipe_schedule(stages: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards; stage i on GPU i (Huang et al., 2019)."""
-    return looped_schedule(stages, stages, microbatches)
+def gpipe_schedule(stages: int, microbatches: int, handed_on: Sequence[int] = ()) -> Schedule:
+    """All forwards, then all backwards; stage i on GPU i (Huang et al., 2019).
+
+    Args:
+        handed_on: bytes of the boundary activation that each stage makes; none if only times matter.
+    """
+    return looped_schedule(stages, stages, microbatches, handed_on)
 
 
-def looped_schedule(gpus: int, stages: int, microbatches: int) -> Schedule:
+def looped_schedule(gpus: int, stages: int, microbatches: int, handed_on: Sequence[int] = ()) -> Schedule:
     """Looped breadth-first: stage i on GPU i mod N, each stage runs all microbatches in turn (Lamy-Poirier, 2023)."""
     order = {gpu: [(Kind.FORWARD, stage, microbatch) for stage in range(gpu, stages, gpus)
                    for microbatch in range(microbatches)]
              + [(Kind.BACKWARD, stage, microbatch) for stage in reversed(range(gpu, stages, gpus))
                 for microbatch in reversed(range(microbatches))] for gpu in range(gpus)}
-    return _pipeline("looped breadth-first", [stage % gpus for stage in range(stages)], order)
+    return _pipeline("looped breadth-first", [stage % gpus for stage in range(stages)], order, handed_on)
 
 
 def one_forward_one_backward_schedule(stages: int, microbatches: int) -> Schedule:
@@ -42,7 +46,7 @@ def one_forward_one_backward_schedule(stages: int, microbatches: int) -> Schedul
     return _pipeline("1f1b", list(range(stages)), order)
 
 
-def _pipeline(name: str, gpu_of: Sequence[int], order: dict) -> Schedule:
+def _pipeline(name: str, gpu_of: Sequence[int], order: dict, handed_on: Sequence[int] = ()) -> Schedule:
     last = len(gpu_of) - 1
     tasks: List[Task] = []
     for gpu, steps in order.items():
@@ -58,8 +62,9 @@ def _pipeline(name: str, gpu_of: Sequence[int], order: dict) -> Schedule:
             tasks.append(Task(Key(kind, stage, microbatch), gpu, 0, tuple(after)))
             target = stage + 1 if forward else stage - 1
             if 0 <= target <= last and gpu_of[target] != gpu:
-                tasks.append(Task(Key(Kind.GIVE_ACTIVATIONS if forward else Kind.GIVE_GRADIENTS, stage, microbatch), gpu, 0,
-                                  (Key(kind, stage, microbatch),)))
+                nbytes = handed_on[min(stage, target)] if handed_on else 0
+                tasks.append(Task(Key(Kind.GIVE_ACTIVATIONS if forward else Kind.GIVE_GRADIENTS, stage, microbatch), gpu,
+                                  nbytes, (Key(kind, stage, microbatch),)))
     return Schedule(name, len(set(gpu_of)), tuple(tasks))
 
 

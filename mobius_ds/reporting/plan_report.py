@@ -10,7 +10,7 @@ from rich.table import Table
 
 from mobius_ds.planning.mapping import contention, sequential
 from mobius_ds.planning.planner import MAPPINGS, STRATEGIES, Planned, Request, from_json, make_best_plan, write
-from mobius_ds.planning.prediction import Prediction, predict_gpipe, predict_zero3_offload, stages_of
+from mobius_ds.planning.prediction import Prediction, predict_gpipe, predict_roundpipe, predict_zero3_offload, stages_of
 from mobius_ds.planning.schedule import Kind, Stream
 from mobius_ds.planning.topology import PRESETS, Topology, preset, topology_from_json
 from mobius_ds.planning.units import readable
@@ -101,8 +101,11 @@ def show(planned: Planned, console: Console) -> None:
                   f"{topology.name}, {topology.size} GPUs, {request.microbatches} micro-batches", highlight=False)
     console.print(stage_table(planned, prediction))
     console.print(how_found(planned), highlight=False, soft_wrap=True)
-    console.print(comparison_table(planned, [prediction, predict_zero3_offload(profile, topology),
-                                             predict_gpipe(profile, topology, request.microbatches)]))
+    predictions = [prediction, predict_zero3_offload(profile, topology),
+                   predict_gpipe(profile, topology, request.microbatches)]
+    if request.microbatches % topology.size == 0:  # RoundPipe takes rounds of as many micro-batches as GPUs
+        predictions.append(predict_roundpipe(profile, topology, request.microbatches))
+    console.print(comparison_table(planned, predictions))
 
 
 def how_found(planned: Planned) -> str:
