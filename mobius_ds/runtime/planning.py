@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Callable, List, Mapping, NamedTuple, Optional, Tuple
 
 import torch
+from deepspeed.utils import logger
 
 from mobius_ds.model.discovery import Units
 from mobius_ds.model.profiling import TracedModel, computed_profile, measured_profile
@@ -85,7 +86,12 @@ def _topology(job: Job) -> Optional[Topology]:
     if job.config.topology is not None:
         topology = read_topology(job.config.topology)
     elif torch.cuda.is_available():
-        topology = detect_topology().topology
+        try:
+            topology = detect_topology().topology
+        except TopologyError as error:  # a container may hide everything; an even cut still trains
+            logger.warning(f"Mobius: the topology of this machine is not known ({error}); the cut will be even. Name one "
+                           "with \"mobius\": {\"topology\": ...} to have it planned.")
+            return None
     else:
         return None
     if topology.size < job.gpus:
