@@ -32,7 +32,7 @@ from mobius_ds.model.discovery import Units, find_units
 from mobius_ds.model.errors import NotSplittable
 from mobius_ds.model.intercept import Entry
 from mobius_ds.model.program import Program, Span, TensorSpec, Value
-from mobius_ds.model.replay import Handover, replayed
+from mobius_ds.model.replay import Handover, own_random_numbers, replayed
 from mobius_ds.model.trace import FAKE_TENSOR_LOGGER, LARGEST_ON_ZEROS, needs_weights, quiet, settings, storage_key, trace
 from mobius_ds.planning.profile import LayerProfile, ModelProfile
 from mobius_ds.planning.topology import Gpu
@@ -112,7 +112,7 @@ def trace_model(model: nn.Module, args: tuple, kwargs: Dict[str, Any], device: t
             raise ValueError(f"buffer {name!r} is a meta tensor, so what the model computes from it is unknown. Construct "
                              "the model inside describe.weightless(), which makes only parameters meta tensors.")
     entry, units = Entry(model), find_units(model, patterns)
-    with _own_random_numbers(device):
+    with own_random_numbers(device):
         program = trace(entry, units, args, kwargs, device)
     return TracedModel(entry, units, program, args, kwargs, device)
 
@@ -260,13 +260,6 @@ def _forward(traced: TracedModel, layer: _Layer, materials: _Materials) -> Itera
         yield handover
 
 
-def _backward(materials: _Materials, handover: Handover) -> None:
-    roots = dict(enumerate(handover.outputs[0])) if handover.outputs else {**materials.received, **handover.values}
-    pairs = [(roots[key], gradient) for key, gradient in materials.gradients.items() if roots[key].requires_grad]
-    if pairs:
-        torch.autograd.backward(*map(list, zip(*pairs)))
-
-
 def _drop(parameter: torch.Tensor) -> None:
     # A stage adds each gradient to its accumulator and frees it; so it counts as working memory until then.
     parameter.grad = None
@@ -287,7 +280,7 @@ def _work_of_run(traced: TracedModel, layer: _Layer, materials: _Materials) -> W
     memory, flops = _LiveBytes(held), FlopCounterMode(display=False, custom_mapping=_FORMULAS)
     with torch.enable_grad(), memory, flops, _forward(traced, layer, materials) as handover:
         forward = flops.get_total_flops()
-        _backward(materials, handover)
+        handover.backward(materials.received, materials.gradients)
     return Work(forward, flops.get_total_flops(), memory.peak)
 
 
@@ -322,13 +315,6 @@ class _LiveBytes(TorchDispatchMode):
         self._live -= nbytes
 
 
-@contextmanager
-def _own_random_numbers(device: torch.device) -> Iterator[None]:
-    """Leaves the script's random numbers as they were."""
-    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type):
-        yield
-
-
 # Computed.
 
 
@@ -347,7 +333,7 @@ def _computed_work(traced: TracedModel, layer: _Layer) -> Work:
         return _leaf(torch.zeros(spec.shape, dtype=spec.dtype, device=traced.device), spec.requires_grad)
 
     parameters = {name: zeros(traced.parameters[name]) for name in layer.parameters}
-    with _own_random_numbers(traced.device):
+    with own_random_numbers(traced.device):
         return _work_of_run(traced, layer, _materials(traced, layer, parameters, zeros,
                                                       traced.program.live(layer.span.start)))
 
@@ -365,7 +351,7 @@ def _fake_work(traced: TracedModel, layer: _Layer) -> Work:
     earlier = [Value(index, leaf) for index, call in enumerate(traced.program.calls[:layer.span.start])
                for leaf, known in enumerate(call.returns) if isinstance(known, TensorSpec)]
     parameters = {name: fake(traced.parameters[name]) for name in layer.parameters}
-    with _own_random_numbers(traced.device):
+    with own_random_numbers(traced.device):
         return _work_of_run(traced, layer, _materials(traced, layer, parameters, fake, earlier))
 
 
@@ -398,7 +384,7 @@ _FORMULAS = {getattr(torch.ops.aten, operation): formula for operation, formula 
 
 
 def _real_work(traced: TracedModel, layer: _Layer, weights: Mapping[str, torch.Tensor]) -> Work:
-    with _own_random_numbers(traced.device):
+    with own_random_numbers(traced.device):
         return _work_of_run(traced, layer, _real_materials(traced, layer, weights))
 
 
@@ -408,12 +394,12 @@ def _measured_seconds(traced: TracedModel, layer: _Layer, weights: Mapping[str, 
     forwards: List[float] = []
     backwards: List[float] = []
     begun = time.perf_counter()
-    with _own_random_numbers(device):
+    with own_random_numbers(device):
         while not forwards or (len(forwards) < repeats and time.perf_counter() - begun < budget_seconds):
             with _timed(device, forwards), torch.no_grad(), _forward(traced, layer, materials):
                 pass
             with _timed(device, backwards), torch.enable_grad(), _forward(traced, layer, materials) as handover:
-                _backward(materials, handover)
+                handover.backward(materials.received, materials.gradients)
     return statistics.median(forwards), statistics.median(backwards)
 
 

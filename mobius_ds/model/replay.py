@@ -46,6 +46,27 @@ class Handover:
         return Handover(values, ([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure))
 
 
+    def backward(self, received: Dict[Value, torch.Tensor], gradients: Dict[Any, torch.Tensor]) -> None:
+        """Differentiates the stage, inside ``replayed``'s block.
+
+        Args:
+            received: what the stage started from, as leaves.
+            gradients: of what it handed on, by value (what it only passed through included); from the last stage, of
+                the model's outputs, by leaf.
+        """
+        roots = dict(enumerate(self.outputs[0])) if self.outputs else {**received, **self.values}
+        pairs = [(roots[key], gradient) for key, gradient in gradients.items() if roots[key].requires_grad]
+        if pairs:
+            torch.autograd.backward(*map(list, zip(*pairs)))
+
+
+@contextmanager
+def own_random_numbers(device: torch.device) -> Iterator[None]:
+    """Leaves the script's random numbers as they were before the block."""
+    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type):
+        yield
+
+
 class _LeaveForward(BaseException):
     """Leaves the model's forward at a stage's end; no ``except Exception`` of the model can swallow it."""
 

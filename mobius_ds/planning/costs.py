@@ -5,7 +5,7 @@ Links are named: ``("in", gpu)`` and ``("out", gpu)`` are a GPU's own link towar
 connection to the others where there is one.
 """
 
-from typing import Callable, Dict, Sequence, Tuple
+from typing import Callable, Dict, List, Sequence, Tuple
 
 from mobius_ds.planning.plan import Plan
 from mobius_ds.planning.profile import LayerProfile, ModelProfile
@@ -43,15 +43,25 @@ def speed(topology: Topology, gpu: int) -> float:
     return topology.gpus[gpu].flops / topology.gpus[0].flops
 
 
+def stages_of(profile: ModelProfile, plan: Plan) -> List[Sequence[LayerProfile]]:
+    """The layers of each stage."""
+    return [profile.layers[first:first + count] for first, count in zip(plan.first_layers(), plan.layers_per_stage)]
+
+
+def stage_seconds(stage: Sequence[LayerProfile], kind: Kind) -> float:
+    """Compute of a stage for one microbatch, forward or backward, on the GPU that was profiled."""
+    if kind is Kind.FORWARD:
+        return sum(layer.forward_seconds for layer in stage)
+    return sum(layer.backward_seconds for layer in stage)
+
+
 def mobius_costs(profile: ModelProfile, topology: Topology, plan: Plan) -> Costs:
     """Costs of the tasks of Mobius' sweeps. Each transfer's bytes are the task's own."""
-    stages = [profile.layers[first:first + count] for first, count in zip(plan.first_layers(), plan.layers_per_stage)]
+    stages = stages_of(profile, plan)
     def cost(task: Task) -> Cost:
         kind, stage = task.key.kind, task.key.stage
-        if kind is Kind.FORWARD:
-            return Cost(sum(layer.forward_seconds for layer in stages[stage]) / speed(topology, task.gpu))
-        if kind is Kind.BACKWARD:
-            return Cost(sum(layer.backward_seconds for layer in stages[stage]) / speed(topology, task.gpu))
+        if kind in (Kind.FORWARD, Kind.BACKWARD):
+            return Cost(stage_seconds(stages[stage], kind) / speed(topology, task.gpu))
         outward = task.category == "gradients_out" or task.key.kind.name.startswith("GIVE_")
         return Cost(0.0, (to_dram if outward else to_gpu)(topology, task.gpu, task.nbytes))
 
@@ -74,10 +84,8 @@ def zero3_costs(layers: Sequence[LayerProfile], topology: Topology) -> Costs:
 
     def cost(task: Task) -> Cost:
         kind, gpu = task.key.kind, task.gpu
-        if kind is Kind.FORWARD:
-            return Cost(layers[task.key.stage].forward_seconds / speed(topology, gpu))
-        if kind is Kind.BACKWARD:
-            return Cost(layers[task.key.stage].backward_seconds / speed(topology, gpu))
+        if kind in (Kind.FORWARD, Kind.BACKWARD):
+            return Cost(stage_seconds([layers[task.key.stage]], kind) / speed(topology, gpu))
         shard = (to_gpu if kind is Kind.GATHER else to_dram)(topology, gpu, task.nbytes / topology.size)
         return Cost(0.0, _summed(shard + between(gpu, others * task.nbytes)))
 
@@ -86,14 +94,12 @@ def zero3_costs(layers: Sequence[LayerProfile], topology: Topology) -> Costs:
 
 def pipeline_costs(profile: ModelProfile, topology: Topology, plan: Plan) -> Costs:
     """Costs of a pipeline whose stages stay on their GPUs: a hop goes out to DRAM and in again, or directly."""
-    stages = [profile.layers[first:first + count] for first, count in zip(plan.first_layers(), plan.layers_per_stage)]
+    stages = stages_of(profile, plan)
 
     def cost(task: Task) -> Cost:
         kind, stage = task.key.kind, task.key.stage
-        if kind is Kind.FORWARD:
-            return Cost(sum(layer.forward_seconds for layer in stages[stage]) / speed(topology, task.gpu))
-        if kind is Kind.BACKWARD:
-            return Cost(sum(layer.backward_seconds for layer in stages[stage]) / speed(topology, task.gpu))
+        if kind in (Kind.FORWARD, Kind.BACKWARD):
+            return Cost(stage_seconds(stages[stage], kind) / speed(topology, task.gpu))
         if topology.peer_bandwidth is not None:
             return Cost(0.0, ((("peer", task.gpu), task.nbytes),))
         target = stage + 1 if kind is Kind.GIVE_ACTIVATIONS else stage - 1

@@ -224,6 +224,7 @@ class PartitionMip:
         gradients = [run.layer.gradient_bytes / GIB for run in self.runs]
         copied, computed, drained = ([[] for _ in problem.gpus] for _ in range(3))
         before: Optional[int] = None
+        left = None  # when the first and last microbatch left the stage before
         end = model.addVariable(0.0)
         for stage in order:
             number = self.mapping[stage]

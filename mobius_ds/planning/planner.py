@@ -103,6 +103,23 @@ def check_dram(profile: ModelProfile, topology: Topology) -> None:
                              f"{readable(need - topology.dram_bytes)} are missing")
 
 
+def explained(planned: Planned) -> str:
+    """One paragraph: stages, solver, mapping, memory."""
+    request, plan_ = planned.request, planned.plan
+    prediction = planned.prediction()
+    words = [f"{plan_.stages} stages"]
+    if planned.gap is not None:
+        words.append(f"found in {planned.solver_seconds:.1f} s, at most {100 * planned.gap:.2f} % from the best possible")
+        rules = [f"{rule.name} {rule.seconds:.3f} s" if rule.layers_per_stage else f"{rule.name} does not fit"
+                 for rule in planned.heuristics]
+        words.append(f"simple rules: {', '.join(rules)}")
+    plain = contention(request.topology, sequential(plan_.stages, request.topology.size))
+    words.append(f"contention {contention(request.topology, plan_.gpu_of_stage):.1f} (sequential mapping {plain:.1f})")
+    words.append(f"step {prediction.step_seconds:.3f} s, of which the CPU optimizer {prediction.update_seconds:.3f} s")
+    words.append(f"memory {readable(max(prediction.memory_bytes))} per GPU at most")
+    return "; ".join(words) + "."
+
+
 # Plan files.
 
 

@@ -8,7 +8,7 @@ GPipe keeps its optimizer state on the GPUs and updates there, in no time.
 from dataclasses import dataclass, replace
 from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
-from mobius_ds.planning.costs import bandwidths, mobius_costs, pipeline_costs, zero3_costs
+from mobius_ds.planning.costs import bandwidths, mobius_costs, pipeline_costs, stages_of, zero3_costs
 from mobius_ds.planning.partition_cost import gpu_memory, problem_of, step_seconds
 from mobius_ds.planning.peers import gpipe_schedule, roundpipe_schedule, zero3_offload_schedule
 from mobius_ds.planning.plan import Plan, even_partition
@@ -82,11 +82,6 @@ class Prediction:
         """The share of weight and gradient bytes that moved at less than ``rate`` bytes/s."""
         moved = self.bandwidth_distribution()
         return sum(nbytes for speed, nbytes in moved if speed < rate) / sum(nbytes for _, nbytes in moved)
-
-
-def stages_of(profile: ModelProfile, plan: Plan) -> List[Sequence[LayerProfile]]:
-    """The layers of each stage."""
-    return [profile.layers[first:first + count] for first, count in zip(plan.first_layers(), plan.layers_per_stage)]
 
 
 def profile_volumes(profile: ModelProfile, plan: Plan, microbatches: int) -> Volumes:

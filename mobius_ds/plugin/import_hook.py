@@ -11,6 +11,7 @@ class DeepSpeedFinder:
     """A ``sys.meta_path`` entry that lets the others find DeepSpeed and runs the hooks once it is executed."""
 
     def find_spec(self, name, path=None, target=None):
+        """What the other finders find, with the hooks attached; None for every module but DeepSpeed."""
         if name != "deepspeed":
             return None
         for finder in sys.meta_path:

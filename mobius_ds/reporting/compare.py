@@ -44,6 +44,8 @@ DEFAULTS_ARM_STEPS = 5  # enough to see the bytes of a step; the arm is there fo
 
 FLAG_VARIABLE = "MOBIUS_DS"
 CHECKOUT = Path(__file__).resolve().parents[2]
+DEFAULT_SCRIPT = CHECKOUT / "comparisons" / "train_gpt.py"
+DEFAULT_CONFIG = CHECKOUT / "ds_configs" / "gpt_offload.json"
 INTERRUPTED = 130  # a shell's status for ctrl-C
 
 _RUNS = "runs"  # in the output folder; an arm's own folder in there holds
@@ -73,9 +75,9 @@ class Arm:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's options to ``parser``."""
-    parser.add_argument("--script", type=Path, default=CHECKOUT / "comparisons" / "train_gpt.py",
+    parser.add_argument("--script", type=Path, default=DEFAULT_SCRIPT,
                         help="training script; must accept --deepspeed_config and --steps (default: a small GPT)")
-    parser.add_argument("--config", type=Path, default=CHECKOUT / "ds_configs" / "gpt_offload.json",
+    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG,
                         help="DeepSpeed config (default: ZeRO-3 with CPU offload)")
     parser.add_argument("--ranks", type=int, default=4, help="processes, one per GPU (default: 4)")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default: 20)")
@@ -119,9 +121,11 @@ def choose_arms(args: argparse.Namespace) -> List[Arm]:
     Raises:
         CompareError: an unknown arm, a missing script or config, or a config that ZeRO-3 cannot run.
     """
-    for what, path in (("--script", args.script), ("--config", args.config)):
+    for what, path, default in (("--script", args.script, DEFAULT_SCRIPT), ("--config", args.config, DEFAULT_CONFIG)):
         if not path.is_file():
-            raise CompareError(f"{what} {path} does not exist; pass {what}")
+            raise CompareError(f"the default {path.name} comes with a clone of mobius_ds, not with the installed package: "
+                               f"run from a clone, or pass {what}" if path == default else
+                               f"{what} {path} does not exist")
     if args.ranks < 1 or args.steps < 1:
         raise CompareError(f"--ranks and --steps must be positive, got {args.ranks} and {args.steps}")
     try:
@@ -241,10 +245,19 @@ def failure_of(folder: Path) -> str:
     if cause is None:
         return f"the launcher itself failed:\n{_last_lines(output)}"
     rank, exitcode = cause.groups()
+    written = _written_by(rank, folder)
+    ended = f"rank {rank} ended first, with exitcode {exitcode.strip()}"
+    # The rank that fails is often slower to exit than the one that only heard of it.
+    blamed = re.search(r"PeerLost: rank (\d+) is gone", written)
+    if blamed and (reason := _written_by(blamed[1], folder)):
+        return f"{ended}, because it lost rank {blamed[1]}, whose last lines are:\n{_last_lines(reason)}"
+    return f"{ended}:\n{_last_lines(written)}"
+
+
+def _written_by(rank: str, folder: Path) -> str:
     # Ranks write at the same time; a log of their own keeps each one's last words together.
-    logs = sorted(folder.glob(f"{_RANK_LOGS}/*/attempt_0/{rank}/std*.log"))
-    written = [log.read_text(errors="replace") for log in logs]
-    return f"rank {rank} ended first, with exitcode {exitcode.strip()}:\n{_last_lines(''.join(written))}"
+    logs = sorted(folder.glob(f"{_RANK_LOGS}/*/attempt_0/{rank}/std*.log"), reverse=True)  # errors come last
+    return "".join(log.read_text(errors="replace") for log in logs)
 
 
 def _last_lines(text: str) -> str:

@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mobius_ds.planning.mapping import contention, sequential
-from mobius_ds.planning.planner import MAPPINGS, STRATEGIES, Planned, Request, from_json, make_best_plan, write
-from mobius_ds.planning.prediction import Prediction, predict_gpipe, predict_roundpipe, predict_zero3_offload, stages_of
+from mobius_ds.planning.costs import stages_of
+from mobius_ds.planning.planner import MAPPINGS, STRATEGIES, Planned, Request, explained, from_json, make_best_plan, write
+from mobius_ds.planning.prediction import Prediction, predict_gpipe, predict_roundpipe, predict_zero3_offload
 from mobius_ds.planning.schedule import Kind, Stream
-from mobius_ds.planning.topology import PRESETS, Topology, preset, topology_from_json
+from mobius_ds.planning.topology import PRESETS
 from mobius_ds.planning.units import readable
 
 PERCENT = 100
@@ -44,8 +44,9 @@ def plan(args: argparse.Namespace) -> int:
     console = Console()
     try:
         from mobius_ds.model.profiling import profile_description
+        from mobius_ds.runtime.topology_detection import topology_by_name
 
-        topology = read_topology(args.topology)
+        topology = topology_by_name(args.topology)
         profiled = profile_description(args.model, args.micro_batch, args.seq, topology.gpus[0])
         planned = make_best_plan(Request(profiled.profile, topology, args.microbatches or topology.size, args.strategy,
                                          args.mapping, args.time_limit))
@@ -80,18 +81,6 @@ def simulate(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_topology(source: str) -> Topology:
-    """A topology by what a user says: a preset's name, ``detect``, or a JSON file.
-
-    Raises:
-        TopologyError: it is none of these, or nothing was detected.
-    """
-    if source == "detect":
-        from mobius_ds.runtime.topology_detection import detect_topology
-        return detect_topology().topology
-    return topology_from_json(source) if source.endswith(".json") or Path(source).is_file() else preset(source)
-
-
 def show(planned: Planned, console: Console) -> None:
     """Prints a plan: its stages, how it was found, and what it and others would take."""
     request = planned.request
@@ -100,29 +89,12 @@ def show(planned: Planned, console: Console) -> None:
     console.print(f"{profile.name}: {profile.parameters / 1e9:.2f} B parameters in {len(profile.layers)} layers on "
                   f"{topology.name}, {topology.size} GPUs, {request.microbatches} micro-batches", highlight=False)
     console.print(stage_table(planned, prediction))
-    console.print(how_found(planned), highlight=False, soft_wrap=True)
+    console.print(explained(planned), highlight=False, soft_wrap=True)
     predictions = [prediction, predict_zero3_offload(profile, topology),
                    predict_gpipe(profile, topology, request.microbatches)]
     if request.microbatches % topology.size == 0:  # RoundPipe takes rounds of as many micro-batches as GPUs
         predictions.append(predict_roundpipe(profile, topology, request.microbatches))
     console.print(comparison_table(planned, predictions))
-
-
-def how_found(planned: Planned) -> str:
-    """One paragraph: stages, solver, mapping, memory."""
-    request, plan_ = planned.request, planned.plan
-    prediction = planned.prediction()
-    words = [f"{plan_.stages} stages"]
-    if planned.gap is not None:
-        words.append(f"found in {planned.solver_seconds:.1f} s, at most {planned.gap * PERCENT:.2f} % from the best possible")
-        rules = [f"{rule.name} {rule.seconds:.3f} s" if rule.layers_per_stage else f"{rule.name} does not fit"
-                 for rule in planned.heuristics]
-        words.append(f"simple rules: {', '.join(rules)}")
-    plain = contention(request.topology, sequential(plan_.stages, request.topology.size))
-    words.append(f"contention {contention(request.topology, plan_.gpu_of_stage):.1f} (sequential mapping {plain:.1f})")
-    words.append(f"step {prediction.step_seconds:.3f} s, of which the CPU optimizer {prediction.update_seconds:.3f} s")
-    words.append(f"memory {readable(max(prediction.memory_bytes))} per GPU at most")
-    return "; ".join(words) + "."
 
 
 def stage_table(planned: Planned, prediction: Prediction) -> Table:

@@ -45,10 +45,11 @@ def _bytes(axes, report: Report) -> None:
         axes.bar(names, heights, bottom=bottoms, label=category)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights)]
     axes.set(ylabel="MB per step, all ranks", title="Bytes over the GPUs' host links")
-    axes.set_ylim(0, max(bottoms) * 1.15)
+    axes.set_ylim(0, max(bottoms) * 1.2)
     model_mb = report["model"]["model_size_bytes"] / 1e6
-    for position, total in enumerate(bottoms):
-        axes.annotate(f"{total / model_mb:.2f} x model", (position, total), ha="center", va="bottom")
+    for position, (arm, total) in enumerate(zip(report["arms"].values(), bottoms)):
+        axes.annotate(f"{total / model_mb:.2f} x model\n({arm['traffic']['delivered_over_model_size']:.2f} delivered)",
+                      (position, total), ha="center", va="bottom")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
 

@@ -201,7 +201,8 @@ def _compare(report: Report, records: Mapping[str, Sequence[Record]]) -> Dict[st
         tolerance = LOSS_TOLERANCE[report["dtype"]]
         comparison.update(max_loss_difference=difference, loss_tolerance=tolerance)
         if difference is not None and not difference <= tolerance:
-            problems.append(f"LOSSES DIFFER: {difference:.3g} at most, more than {tolerance:g} for {report['dtype']}")
+            problems.append(f"LOSSES DIFFER: {difference:.3g} at most, more than {tolerance:g} for {report['dtype']}. "
+                            "Dropout draws other masks in each arm: to compare a model that has it, switch it off")
     if MOBIUS in records:
         mismatch = _first_mismatch(records[MOBIUS])
         comparison["measured_equals_predicted"] = mismatch is None

@@ -9,8 +9,8 @@ whole device, and the host threads are free to wait for other ranks without hold
 import queue
 import threading
 from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager, nullcontext
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional
+from contextlib import nullcontext
+from typing import Any, Callable, Dict, Iterable, List, Optional
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -19,7 +19,6 @@ from mobius_ds.planning.schedule import Stream
 from mobius_ds.planning.units import readable
 from mobius_ds.runtime.errors import OutOfMemory
 from mobius_ds.runtime.ledger import Ledger
-
 
 
 class Event:
@@ -178,15 +177,6 @@ class Device:
         self._registered.append(host)
 
     # Memory. On an accelerator the allocator knows best; on CPU what the pipeline holds is added up.
-
-    @contextmanager
-    def holding(self, nbytes: int, what: str) -> Iterator[None]:
-        """Counts device memory as used while the block runs."""
-        self.hold(nbytes, what)
-        try:
-            yield
-        finally:
-            self.release(nbytes)
 
     def hold(self, nbytes: int, what: str) -> None:
         """Counts ``nbytes`` of device memory as used for ``what``.

@@ -55,11 +55,31 @@ class MobiusEngine(DeepSpeedEngine):
             self._loss_function = _with_loss(model.forward, model.loss_fn) if model.loss_fn else None
         self.pipeline = Pipeline(model, self.mobius, self.global_rank, self.world_size, self.device,
                                  self._exchange, layers)
+        self._adopted = {name: _place(parameter) for name, parameter in model.named_parameters()}
         self._forwards: Dict[bool, int] = {}
         self._forwards_step = -1
         # The raw module's calls reach the pipeline as well: evaluation loops often call it.
-        model.__dict__["forward"] = _Routed(model, lambda args, kwargs: differentiable.run(
-            self.pipeline, args, kwargs, self._next_seed()))
+        model.__dict__["forward"] = _Routed(model, self._forward)
+
+    def _forward(self, args: tuple, kwargs: dict) -> Any:
+        self._check_parameters()
+        return differentiable.run(self.pipeline, args, kwargs, self._next_seed())
+
+    def _check_parameters(self) -> None:
+        """Raises RuntimeError where the script's parameters are no longer the ones that are trained."""
+        with self.pipeline.mailbox.told():
+            present = {name: _place(parameter) for name, parameter in self.module.named_parameters()}
+            for name, (address, trained) in self._adopted.items():
+                if present.get(name, (None, None))[0] != address:
+                    raise RuntimeError(
+                        f"parameter {name!r} has left the memory that Mobius trains it in: its data was replaced after "
+                        "deepspeed.initialize, as module.to(), .cuda(), .half(), load_state_dict(assign=True) or "
+                        "parameter.data = ... do. Do that before deepspeed.initialize, or write into it with copy_().")
+                if present[name][1] != trained and torch.is_grad_enabled():
+                    raise RuntimeError(
+                        f"requires_grad of parameter {name!r} was {trained} at deepspeed.initialize and is "
+                        f"{not trained} now. Mobius plans for what is trained then: set it before, or keep a parameter "
+                        "from changing by a learning rate and weight decay of 0 for its group.")
 
     def _exchange(self, content: Any) -> List[Any]:
         # Gloo, whatever the job's own backend is: these are objects on the host.
@@ -191,6 +211,7 @@ class MobiusEngine(DeepSpeedEngine):
             if self._data_iterator is None:
                 self._data_iterator = _repeating(self.training_dataloader)
             data_iter = self._data_iterator
+        self._check_parameters()
         batches = [self._arguments(next(data_iter)) for _ in range(count)]
         sweep, outputs = self.pipeline.forward(batches, [self._next_seed() for _ in batches], self._loss_function)
         return sweep, [_loss_among(leaves) for leaves, _ in outputs]
@@ -271,6 +292,11 @@ class _Routed:
 
     def __reduce__(self):
         return getattr, (self._model, "forward")
+
+
+def _place(parameter: nn.Parameter) -> Tuple[int, bool]:
+    """Where a parameter's data lies, and whether it is trained."""
+    return parameter.data_ptr(), parameter.requires_grad
 
 
 def _refuse_what_mobius_does_not_do(config: Any) -> None:

@@ -14,12 +14,12 @@ from torch.utils._pytree import tree_unflatten
 
 from mobius_ds.model.discovery import Units
 from mobius_ds.model.program import TensorSpec, Value, plain
-from mobius_ds.model.replay import Handover, replayed
+from mobius_ds.model.replay import Handover, own_random_numbers, replayed
 from mobius_ds.planning.plan import Plan
 from mobius_ds.planning.schedule import DEPTH, Key, Kind, Schedule, Stream, Task
 from mobius_ds.runtime.device import Device, Event
 from mobius_ds.runtime.mailbox import Mailbox
-from mobius_ds.runtime.random import forked_generators, reseed_from
+from mobius_ds.runtime.random import reseed_from
 from mobius_ds.runtime.shared_memory import ActivationStore, Placed
 from mobius_ds.runtime.slots import Slots, StageMemory, gradient_groups
 from mobius_ds.runtime.store import ParameterStore
@@ -135,7 +135,7 @@ class _Run:
                 else:
                     self.device.streams[task.stream].run(self._work(task), after, self.events[task.key])
                     queued.append(self.events[task.key])
-            with forked_generators(self.device):
+            with own_random_numbers(self.device.torch_device):
                 for task, after in compute:
                     self.device.do(self._work(task), after, self.events[task.key])
             for task in self.tasks:
@@ -327,12 +327,9 @@ class _Run:
         # Running statistics count a microbatch once, in the forward sweep.
         kept = self.sweep.entry.scratch_buffers(self.sweep.microbatches[m].program.written_buffers)
         with torch.enable_grad(), kept, self._replayed(stage, m, received) as handover:
-            roots = dict(enumerate(handover.outputs[0])) if handover.outputs else {**received, **handover.values}
-            pairs = [(roots[key], gradient) for key, gradient in gradients.items() if roots[key].requires_grad]
-            if pairs:
-                # The forward's autocast is for the recomputation; a backward runs without, as the script's own would.
-                with torch.autocast(self.device.torch_device.type, enabled=False):
-                    torch.autograd.backward(*map(list, zip(*pairs)))
+            # The forward's autocast is for the recomputation; a backward runs without, as the script's own would.
+            with torch.autocast(self.device.torch_device.type, enabled=False):
+                handover.backward(received, gradients)
         self.handovers[stage, m] = {
             value: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             for value, tensor in received.items() if tensor.requires_grad}

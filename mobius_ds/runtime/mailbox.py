@@ -18,7 +18,7 @@ import warnings
 import weakref
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Tuple
 
 from mobius_ds.runtime.errors import OutOfStep, PeerLost, PeerTimeout, PipelineError
 
@@ -99,7 +99,8 @@ class Mailbox:
             other, content = self.take(peer, ("gather", number, peer), f"its part of {call}")
             if other != call:
                 raise OutOfStep(f"rank {self.rank} is in {call}, but rank {peer} is in {other}. Every rank must make "
-                                "the same calls of the engine in the same order.")
+                                "the same calls of the engine in the same order. Evaluation counts, and so does the first "
+                                "read of an output other than the loss: do both on all ranks.")
             gathered.append(content)
         return gathered
 
@@ -139,12 +140,7 @@ class Mailbox:
             for connection in self._connections.values():
                 connection.close()
 
-    def check(self) -> None:
-        """Raises PeerLost if a rank has died or failed."""
-        with self._changed:
-            self._raise_if_lost(None, "nothing")
-
-    def _raise_if_lost(self, peer: Optional[int], what: str) -> None:
+    def _raise_if_lost(self, peer: int, what: str) -> None:
         for lost, reason in self._lost.items():
             if lost == self.rank:
                 raise PeerLost(f"rank {lost} has failed before ({reason}) and cannot go on. Start the job again.",

@@ -14,7 +14,6 @@ from torch import nn
 
 from mobius_ds.runtime.pipeline import Pipeline
 
-
 UPDATES_EACH_PARAMETER_ALONE = {"SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad",
                                 "DeepSpeedCPULion"}
 """Optimizers whose update of a parameter depends on that parameter alone, and that skip one without a gradient."""
@@ -40,7 +39,7 @@ class MobiusOptimizer(ZeROOptimizer):
         self.loss_scale = self.cur_scale = 1.0
         self.custom_loss_scaler = False
         self.torch_autocast_gradscaler = None
-        self._global_grad_norm: Optional[float] = None
+        self._global_grad_norm: Optional[torch.Tensor] = None
         self._pipeline = pipeline
         self._clip = clip
         self._masters: Dict[str, nn.Parameter] = {}
@@ -74,8 +73,9 @@ class MobiusOptimizer(ZeROOptimizer):
             everyones.update(part)
         self._squares = {}
         # Summed in the model's order, so the norm does not depend on which rank owns what.
-        self._global_grad_norm = math.sqrt(sum(everyones[name] for name in self._masters))
-        excess = (self._global_grad_norm + 1e-6) / self._clip if self._clip > 0 else 0.0
+        norm = math.sqrt(sum(everyones[name] for name in self._masters))
+        self._global_grad_norm = torch.tensor(norm)  # as under ZeRO-3: scripts call its item()
+        excess = (norm + 1e-6) / self._clip if self._clip > 0 else 0.0
         if excess > 1.0:
             for gradient in gradients.values():
                 gradient.div_(excess)

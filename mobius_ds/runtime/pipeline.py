@@ -18,6 +18,7 @@ from mobius_ds.model.discovery import find_units
 from mobius_ds.model.intercept import Entry
 from mobius_ds.model.profiling import TracedModel
 from mobius_ds.model.program import Program, TensorSpec, plain, spans
+from mobius_ds.model.replay import own_random_numbers
 from mobius_ds.model.trace import trace
 from mobius_ds.planning.plan import Plan
 from mobius_ds.planning.schedule import Kind, Schedule, backward_schedule, forward_schedule, outputs_schedule
@@ -29,7 +30,7 @@ from mobius_ds.runtime.executor import Executor, Outputs
 from mobius_ds.runtime.ledger import Bytes, Ledger, no_bytes
 from mobius_ds.runtime.mailbox import Mailbox
 from mobius_ds.runtime.planning import Job, plan_job
-from mobius_ds.runtime.random import forked_generators, mixed
+from mobius_ds.runtime.random import mixed
 from mobius_ds.runtime.shared_memory import ActivationStore, Placed
 from mobius_ds.runtime.store import Layout, ParameterStore
 from mobius_ds.runtime.sweep import (Microbatch, Sweep, TensorSlot, giving_stages, sharing_stages,
@@ -290,7 +291,7 @@ class Pipeline:
         program = None
         if signature not in self._traced:
             self._traced.add(signature)
-            with forked_generators(self.device):
+            with own_random_numbers(self.device.torch_device):
                 program = self._programs.get(signature) or trace(entry, self.units, *batch, self.device.torch_device)
         count = 0
         shipped = []
@@ -331,7 +332,7 @@ class Pipeline:
         answer = None
         if self.rank == 0:
             try:
-                with forked_generators(self.device):
+                with own_random_numbers(self.device.torch_device):
                     answer = plan_job(job)
             except ValueError as error:  # no plan: everyone's error, not this rank's alone
                 answer = error

@@ -18,13 +18,14 @@ from mobius_ds.model.discovery import Units
 from mobius_ds.model.profiling import TracedModel, computed_profile, measured_profile
 from mobius_ds.model.program import Program, spans
 from mobius_ds.planning.plan import InfeasiblePlan, Plan, make_plan
-from mobius_ds.planning.planner import FORMAT, Request, cached_plan, check_plan, from_json
+from mobius_ds.planning.planner import FORMAT, Request, cached_plan, check_plan, explained, from_json
 from mobius_ds.planning.schedule import DEPTH
 from mobius_ds.planning.topology import Topology, TopologyError
 from mobius_ds.planning.units import readable
 from mobius_ds.plugin.config import MobiusConfig
 from mobius_ds.runtime.slots import gradient_groups
 from mobius_ds.runtime.store import Layout
+from mobius_ds.runtime.topology_detection import detect_topology, topology_by_name
 
 CACHE_VARIABLE = "MOBIUS_DS_CACHE"
 """Environment variable with the folder of plans made before. Default: ``~/.cache/mobius_ds/plans``."""
@@ -80,11 +81,8 @@ def plan_job(job: Job) -> Tuple[Plan, str]:
 
 def _topology(job: Job) -> Optional[Topology]:
     """The job's topology: what the config names, or what is detected where there is a GPU."""
-    from mobius_ds.reporting.plan_report import read_topology
-    from mobius_ds.runtime.topology_detection import detect_topology
-
     if job.config.topology is not None:
-        topology = read_topology(job.config.topology)
+        topology = topology_by_name(job.config.topology)
     elif torch.cuda.is_available():
         try:
             topology = detect_topology().topology
@@ -104,8 +102,6 @@ def _topology(job: Job) -> Optional[Topology]:
 
 
 def _best(job: Job, topology: Topology) -> Tuple[Plan, str]:
-    from mobius_ds.reporting.plan_report import how_found
-
     def request() -> Request:
         traced = job.traced()
         name = type(traced.entry.model).__name__
@@ -116,7 +112,7 @@ def _best(job: Job, topology: Topology) -> Tuple[Plan, str]:
 
     folder = Path(os.environ.get(CACHE_VARIABLE, Path.home() / ".cache" / "mobius_ds" / "plans"))
     planned, read = cached_plan(_question(job, topology), request, folder)
-    return planned.plan, f"planned for {topology.name}{', read from the cache' if read else ''}; {how_found(planned)}"
+    return planned.plan, f"planned for {topology.name}{', read from the cache' if read else ''}; {explained(planned)}"
 
 
 def _question(job: Job, topology: Topology) -> str:

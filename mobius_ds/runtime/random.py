@@ -5,8 +5,7 @@ a stage is recomputed, and the same again after a restart.
 """
 
 import hashlib
-from contextlib import contextmanager
-from typing import Callable, Iterator
+from typing import Callable
 
 import torch
 
@@ -34,11 +33,3 @@ def reseed_from(seed: int, device: Device) -> Callable[[int], None]:
 def device_generator(device: Device) -> torch.Generator:
     """The accelerator's default generator."""
     return getattr(torch, device.torch_device.type).default_generators[device.torch_device.index or 0]
-
-
-@contextmanager
-def forked_generators(device: Device) -> Iterator[None]:
-    """Leaves the script's random numbers as they were before the block."""
-    devices = [] if device.is_cpu else [device.torch_device.index or 0]
-    with torch.random.fork_rng(devices=devices, device_type="cuda" if device.is_cpu else device.torch_device.type):
-        yield

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple
 
-
 from mobius_ds.model.intercept import Entry
 from mobius_ds.model.program import Program, Span, Value
 from mobius_ds.planning.plan import Plan

@@ -13,11 +13,12 @@ Every assumption becomes a warning that says what was assumed.
 
 from dataclasses import dataclass
 from itertools import combinations
+from pathlib import Path
 from typing import Dict, Hashable, List, Optional, Sequence, Tuple
 
 from mobius_ds.planning.hardware import (GB, GIB, NVLINK_EFFICIENCY, UNKNOWN_GPU_FLOPS, UNKNOWN_NVLINK, known_gpu,
                                          pcie_bandwidth)
-from mobius_ds.planning.topology import Gpu, Topology, TopologyError
+from mobius_ds.planning.topology import Gpu, Topology, TopologyError, preset, topology_from_json
 from mobius_ds.runtime.topology_sources import Device, PcieLink, PciTree, Sources, read_sources
 
 ASSUMED_LINK = PcieLink(3, 16)
@@ -362,3 +363,14 @@ def _visible(value: str, devices: Sequence[Device], warnings: _Warnings) -> List
         warnings.add("GPUs of different models are numbered by PCI address here; set CUDA_DEVICE_ORDER=PCI_BUS_ID so that "
                      "CUDA does too")
     return gpus
+
+
+def topology_by_name(source: str) -> Topology:
+    """A topology by what a user says: a preset's name, ``detect``, or a JSON file.
+
+    Raises:
+        TopologyError: it is none of these, or nothing was detected.
+    """
+    if source == "detect":
+        return detect_topology().topology
+    return topology_from_json(source) if source.endswith(".json") or Path(source).is_file() else preset(source)

@@ -108,8 +108,8 @@ def test_zero3_offload_without_peer_to_peer_is_bound_by_its_root_complex():
 def test_mobius_with_100_stages_and_16_microbatches_on_8_gpus_is_simulated_in_two_seconds():
     profile, topology = even_model(layers=100), preset("3090ti-8-4+4")
     plan = make_plan(100, 8, stages=100)
-    began = time.perf_counter()
+    began = time.process_time()  # the machine may have other things to do
     seconds = step_seconds(profile, plan, 16, mobius_costs(profile, topology, plan), bandwidths(topology))
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
     # No faster than its compute spread over the GPUs, nor than its weights through the root complexes.
     assert seconds > max(100 * 16 * 0.08 / 8, 4 * profile.parameters / (2 * topology.root_bandwidth[0]))

@@ -85,6 +85,16 @@ def test_a_failing_script_shows_its_last_lines(tmp_path, capsys):
     assert processes_running(script) == []
 
 
+def test_the_rank_that_failed_is_shown_rather_than_the_one_that_heard_of_it(tmp_path):
+    for rank, words in enumerate(("PeerLost: rank 1 is gone (ValueError: bad data)", "ValueError: bad data, in line 7")):
+        log = tmp_path / "logs" / "run" / "attempt_0" / str(rank) / "stderr.log"
+        log.parent.mkdir(parents=True)
+        log.write_text(words)
+    (tmp_path / "launcher.log").write_text("Root Cause (first observed failure):\n rank : 0 (local)\n exitcode : 1 (pid: 7)")
+    said = compare.failure_of(tmp_path)
+    assert "rank 0 ended first" in said and "lost rank 1" in said and "bad data, in line 7" in said
+
+
 def test_a_killed_rank_is_named(tmp_path, capsys):
     script = tmp_path / "script.py"
     script.write_text("import os, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\ntime.sleep(60)")

@@ -17,7 +17,7 @@ import mobius_ds.runtime.executor as executor_module
 from mobius_ds.planning.schedule import Kind
 from mobius_ds.planning.units import GIB
 from tests.ranks import outcomes_of_ranks, run_ranks
-from tests.runtime.jobs import config, endless, initialize, language_model, mine, rank_and_size, tokens, weights
+from tests.runtime.jobs import config, endless, failure, initialize, language_model, mine, rank_and_size, tokens, weights
 
 SOON = 10.0
 """Seconds in which a rank must hear of another one's end; on a busy machine, for it takes milliseconds."""
@@ -432,3 +432,38 @@ def test_engines_leave_no_thread_and_no_file_and_a_working_module(ranks):
     for (_, _, sockets), found in run_ranks(ranks, many_engines):
         the_modules_own = 1
         assert found == [([], the_modules_own, sockets)] * 3
+
+
+def train_after(change: Callable[[nn.Module], Any]) -> Any:
+    engine = initialize(language_model(), settings())
+    train(engine, 1)
+    change(engine.module)
+    said = failure(lambda: train(engine, 1, first=1))
+    engine.destroy()
+    return said
+
+
+def replace_data(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.data = parameter.data.clone()  # what moving to another device and back does
+
+
+def load_by_assignment(module: nn.Module) -> None:
+    module.load_state_dict({name: tensor.clone() for name, tensor in module.state_dict().items()}, assign=True)
+
+
+def cast(module: nn.Module) -> None:
+    module.half()
+
+
+def freeze(module: nn.Module) -> None:
+    module.blocks[0].requires_grad_(False)
+
+
+@pytest.mark.parametrize("change, said", [
+    (replace_data, "'tokens.weight' has left the memory"), (load_by_assignment, "'tokens.weight' has left the memory"),
+    (cast, "'tokens.weight' has left the memory"), (freeze, "requires_grad of parameter 'blocks.0.norm.weight'"),
+])
+def test_parameters_that_are_no_longer_the_trained_ones_are_named(change, said):
+    for error in run_ranks(2, train_after, change):
+        assert error.startswith("RuntimeError") and said in error

@@ -53,7 +53,7 @@ def by_train_batch(model: nn.Module, clip: float = 0.5, steps: int = 3, **settin
     counters = engine.micro_steps, engine.global_steps, engine.global_samples, engine.was_step_applied()
     evaluated = engine.eval_batch(batches).item()
     result = {"losses": losses, "evaluated": evaluated, "counters": counters, "weights": weights(engine.module),
-              "norm": engine.get_global_grad_norm(), "training": engine.module.training}
+              "norm": float(engine.get_global_grad_norm()), "training": engine.module.training}
     engine.destroy()
     return result
 
@@ -74,7 +74,7 @@ def by_loop(model: nn.Module, loss_of: Any, clip: float = 0.5, steps: int = 3, *
     with torch.no_grad():
         evaluated = mean_over_ranks([loss_of(engine, next(batches)).item() for _ in range(ACCUMULATION)])
     result = {"losses": losses, "evaluated": evaluated, "counters": counters, "weights": weights(engine.module),
-              "norm": engine.get_global_grad_norm(), "training": True}
+              "norm": float(engine.get_global_grad_norm()), "training": True}
     engine.destroy()
     return result
 
