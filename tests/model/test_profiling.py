@@ -319,10 +319,10 @@ def test_layers_that_count_alike_are_timed_once(monkeypatch):
 
 
 def test_no_run_begins_after_the_budget(monkeypatch):
-    from mobius_ds.model import profiling
+    from mobius_ds.model.replay import Handover
     runs = []
-    run = profiling._backward
-    monkeypatch.setattr(profiling, "_backward", lambda *given: runs.append(given) or run(*given))
+    run = Handover.backward
+    monkeypatch.setattr(Handover, "backward", lambda *given: runs.append(given) or run(*given))
     model = gpt()
     measured_profile(trace_model(model, (), inputs()), dict(model.named_parameters()), "model", budget_seconds=0.0)
     assert len(runs) == 3 * 2, "one to warm up and one that is timed, for each kind"
