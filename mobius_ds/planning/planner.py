@@ -17,7 +17,7 @@ from mobius_ds.planning.partition import Heuristic, best_partition, even, max_st
 from mobius_ds.planning.partition_cost import describe_shortfall, problem_of
 from mobius_ds.planning.plan import InfeasiblePlan, Plan
 from mobius_ds.planning.prediction import Prediction, predict_mobius
-from mobius_ds.planning.profile import LayerProfile, ModelProfile
+from mobius_ds.planning.profile import ModelProfile, profile_from_json
 from mobius_ds.planning.topology import Topology, topology_from_json
 from mobius_ds.planning.units import readable
 
@@ -149,8 +149,7 @@ def from_json(source: Union[str, Path, Dict[str, Any]]) -> Planned:
         if data.get("format") != FORMAT:
             raise ValueError(f"{name} is of format {data.get('format')}, not {FORMAT}; plan again")
         asked = dict(data["request"])
-        layers = tuple(LayerProfile(**layer) for layer in asked["profile"]["layers"])
-        asked["profile"] = ModelProfile(**{**asked["profile"], "layers": layers})
+        asked["profile"] = profile_from_json(asked["profile"])
         asked["topology"] = topology_from_json(asked["topology"])
         plan = Plan(data["plan"]["gpus"], tuple(data["plan"]["layers_per_stage"]), tuple(data["plan"]["gpu_of_stage"]))
         heuristics = tuple(Heuristic(h["name"], h["layers_per_stage"] and tuple(h["layers_per_stage"]), h["seconds"])
@@ -160,7 +159,7 @@ def from_json(source: Union[str, Path, Dict[str, Any]]) -> Planned:
         raise ValueError(f"cannot read {name}: {error.strerror}") from None
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"{name} is not a plan file made by mobius-ds plan: {type(error).__name__} {error}") from None
-    check_plan(plan, len(layers), planned.request.topology.size, name)
+    check_plan(plan, len(planned.request.profile.layers), planned.request.topology.size, name)
     return planned
 
 

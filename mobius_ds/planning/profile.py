@@ -1,7 +1,7 @@
 """The profile: what each layer costs one GPU for one microbatch. Pure data; measured or computed elsewhere."""
 
-from dataclasses import dataclass
-from typing import Tuple
+from dataclasses import dataclass, replace
+from typing import Any, Dict, Tuple
 
 
 @dataclass(frozen=True)
@@ -41,3 +41,14 @@ class ModelProfile:
     def weight_bytes(self) -> int:
         """Weights of all layers."""
         return sum(layer.weight_bytes for layer in self.layers)
+
+    def on_gpu_of(self, flops: float) -> "ModelProfile":
+        """The times of a GPU of ``flops`` FLOP/s, for a profile that was made for one of 1 FLOP/s."""
+        layers = (replace(layer, forward_seconds=layer.forward_seconds / flops,
+                          backward_seconds=layer.backward_seconds / flops) for layer in self.layers)
+        return replace(self, layers=tuple(layers))
+
+
+def profile_from_json(data: Dict[str, Any]) -> ModelProfile:
+    """A profile from its plain data (``dataclasses.asdict``)."""
+    return ModelProfile(**{**data, "layers": tuple(LayerProfile(**layer) for layer in data["layers"])})

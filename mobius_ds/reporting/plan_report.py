@@ -1,8 +1,13 @@
 """``mobius-ds plan`` and ``mobius-ds simulate``: a plan explained before anything runs."""
 
 import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
-from typing import List, Optional
+from typing import List, Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -12,16 +17,23 @@ from mobius_ds.planning.costs import stages_of
 from mobius_ds.planning.planner import MAPPINGS, STRATEGIES, Planned, Request, explained, from_json, make_best_plan, write
 from mobius_ds.planning.prediction import Prediction, predict_gpipe, predict_roundpipe, predict_zero3_offload
 from mobius_ds.planning.schedule import Kind, Stream
-from mobius_ds.planning.topology import PRESETS
+from mobius_ds.planning.profile import ModelProfile, profile_from_json
+from mobius_ds.planning.topology import PRESETS, Topology
 from mobius_ds.planning.units import readable
 
 PERCENT = 100
+OVERRIDE_VARIABLE, PROFILE_VARIABLE = "MOBIUS_DS", "MOBIUS_DS_PROFILE"
+PACKAGE = Path(__file__).resolve().parents[1]
+LAST_LINES = 30
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``plan``."""
-    parser.add_argument("--model", required=True,
-                        help="folder or file with a Hugging Face config, or a GPT size such as gpt-8b")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", help="folder or file with a Hugging Face config, or a GPT size such as gpt-8b")
+    source.add_argument("--script", type=Path, help="training script that takes --deepspeed_config; it runs on one rank up to "
+                        "its first forward, which is profiled")
+    parser.add_argument("--config", type=Path, help="the script's DeepSpeed config")
     parser.add_argument("--topology", required=True, help=f"a preset ({', '.join(PRESETS)}), a JSON file, or 'detect'")
     parser.add_argument("--micro-batch", type=int, default=1, help="samples in a micro-batch (default: 1)")
     parser.add_argument("--seq", type=int, default=1024, help="tokens in a sample (default: 1024)")
@@ -30,6 +42,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mapping", choices=MAPPINGS, default="cross", help="how to map stages to GPUs (default: cross)")
     parser.add_argument("--time-limit", type=float, default=30.0, help="seconds for the solver (default: 30)")
     parser.add_argument("--out", type=Path, help="write the plan here")
+    parser.add_argument("script_args", nargs="*", metavar="-- SCRIPT_ARGS", help="passed on to the script")
 
 
 def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,12 +56,10 @@ def plan(args: argparse.Namespace) -> int:
     """Plans, and shows the plan beside what others would take. Returns the exit status."""
     console = Console()
     try:
-        from mobius_ds.model.profiling import profile_description
         from mobius_ds.runtime.topology_detection import topology_by_name
 
         topology = topology_by_name(args.topology)
-        profiled = profile_description(args.model, args.micro_batch, args.seq, topology.gpus[0])
-        planned = make_best_plan(Request(profiled.profile, topology, args.microbatches or topology.size, args.strategy,
+        planned = make_best_plan(Request(_profile(args, topology), topology, args.microbatches or topology.size, args.strategy,
                                          args.mapping, args.time_limit))
         show(planned, console)
         if args.out:
@@ -79,6 +90,36 @@ def simulate(args: argparse.Namespace) -> int:
         timeline.draw(prediction.sweeps, args.png, f"{planned.request.profile.name} on {planned.request.topology.name}")
         console.print(f"{escape(str(args.png))} written")
     return 0
+
+
+def _profile(args: argparse.Namespace, topology: Topology) -> ModelProfile:
+    if args.model is not None:
+        from mobius_ds.model.profiling import profile_description
+        return profile_description(args.model, args.micro_batch, args.seq, topology.gpus[0]).profile
+    for what, path in (("--script", args.script), ("--config", args.config)):
+        if path is None or not path.is_file():
+            raise ValueError(f"{what} {path} is no file; a script is planned with --script FILE --config FILE")
+    return profile_of_script(args.script, args.config, args.script_args).on_gpu_of(topology.gpus[0].flops)
+
+
+def profile_of_script(script: Path, config: Path, arguments: Sequence[str]) -> ModelProfile:
+    """Runs a training script on one rank up to its first forward, and takes that one's profile, for 1 FLOP/s.
+
+    Raises:
+        ValueError: the script ended without a forward of an engine.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        written = Path(folder) / "profile.json"
+        environment = {**os.environ, OVERRIDE_VARIABLE: "1", PROFILE_VARIABLE: str(written)}
+        # The plugin is loaded in the script's process whether or not the package is installed there.
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")]))
+        ran = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1",
+                              "--module", "mobius_ds.plugin.launcher", str(script), "--deepspeed_config", str(config),
+                              *arguments], env=environment, capture_output=True, text=True)
+        if not written.exists():
+            last = "\n".join((ran.stdout + ran.stderr).splitlines()[-LAST_LINES:])
+            raise ValueError(f"{script} ended (status {ran.returncode}) without a forward that could be profiled:\n{last}")
+        return profile_from_json(json.loads(written.read_text()))
 
 
 def show(planned: Planned, console: Console) -> None:
@@ -157,5 +198,5 @@ def comparison_table(planned: Planned, predictions: List[Prediction]) -> Table:
     return table
 
 
-def _exposure(seconds: Optional[float]) -> str:
+def _exposure(seconds: float) -> str:
     return "hidden" if seconds < 5e-5 else f"{seconds * 1e3:.1f}"

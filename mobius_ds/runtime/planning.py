@@ -7,7 +7,7 @@ decided in ``mobius_ds.planning``.
 import hashlib
 import json
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Callable, List, Mapping, NamedTuple, Optional, Tuple
 
@@ -20,7 +20,7 @@ from mobius_ds.model.program import Program, spans
 from mobius_ds.planning.plan import InfeasiblePlan, Plan, make_plan
 from mobius_ds.planning.planner import FORMAT, Request, cached_plan, check_plan, explained, from_json
 from mobius_ds.planning.schedule import DEPTH
-from mobius_ds.planning.topology import Topology, TopologyError
+from mobius_ds.planning.topology import Gpu, Topology, TopologyError
 from mobius_ds.planning.units import readable
 from mobius_ds.plugin.config import MobiusConfig
 from mobius_ds.runtime.slots import gradient_groups
@@ -29,6 +29,10 @@ from mobius_ds.runtime.topology_detection import detect_topology, topology_by_na
 
 CACHE_VARIABLE = "MOBIUS_DS_CACHE"
 """Environment variable with the folder of plans made before. Default: ``~/.cache/mobius_ds/plans``."""
+
+
+PROFILE_VARIABLE = "MOBIUS_DS_PROFILE"
+"""Environment variable with a file: the job writes its profile there, for a GPU of 1 FLOP/s, and ends before training."""
 
 
 class Job(NamedTuple):
@@ -60,6 +64,11 @@ def plan_job(job: Job) -> Tuple[Plan, str]:
         InfeasiblePlan: the device memory does not allow it.
         ValueError: the config's plan or topology is not one for this job.
     """
+    if os.environ.get(PROFILE_VARIABLE):
+        traced = job.traced()
+        profile = computed_profile(traced, Gpu("of 1 FLOP/s", 1, 1.0), type(traced.entry.model).__name__)
+        Path(os.environ[PROFILE_VARIABLE]).write_text(json.dumps(asdict(profile)))
+        raise SystemExit(0)
     layers = len(job.reference.layer_starts())
     config = job.config
     if config.plan is not None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -109,8 +110,28 @@ def test_plan_and_simulate_as_commands(tmp_path, capsys):
     assert len(computed) == 2 * stages * 4 and all(event["dur"] >= 0 for event in computed)
     assert png.read_bytes().startswith(b"\x89PNG")
     capsys.readouterr()
+
+
+def test_a_script_is_planned_by_its_own_first_forward(tmp_path, capsys):
+    root, path = Path(__file__).parents[2], tmp_path / "plan.json"
+    script, config = root / "comparisons" / "train_gpt.py", root / "ds_configs" / "gpt_offload.json"
+    assert cli.main(["plan", "--script", str(script), "--config", str(config), "--topology", "3090-2", "--strategy", "even",
+                     "--out", str(path), "--", "--layers", "3", "--width", "32", "--heads", "2"]) == 0
+    profile = from_json(path).request.profile
+    assert len(profile.layers) == 5 and all(layer.name.startswith("Block") for layer in profile.layers[1:-1])
+    assert profile.layers[1].weight_bytes == 2 * (12 * 32 * 32 + 13 * 32)  # bf16, as the config says
+    empty = tmp_path / "empty.py"
+    empty.write_text("print('nothing to see')")
+    capsys.readouterr()
+    assert cli.main(["plan", "--script", str(empty), "--config", str(config), "--topology", "3090-2"]) == 1
+    assert "without a forward that could be profiled" in capsys.readouterr().out
+
+
+def test_what_cannot_be_planned_is_one_error(tmp_path, capsys):
+    trace = tmp_path / "trace.json"
+    trace.write_text("[]")
     assert cli.main(["plan", "--model", "gpt-9b", "--topology", "3090ti-4"]) == 1
     assert cli.main(["plan", "--model", "gpt-8b", "--topology", "3090ti-5"]) == 1
     assert cli.main(["simulate", str(trace)]) == 1
     told = capsys.readouterr().out
-    assert "gpt-8b" in told and "unknown topology '3090ti-5'" in told and "not a plan file" in told or "format" in told
+    assert "gpt-8b" in told and "unknown topology '3090ti-5'" in told and "not a plan file" in told
