@@ -25,6 +25,7 @@ PERCENT = 100
 OVERRIDE_VARIABLE, PROFILE_VARIABLE = "MOBIUS_DS", "MOBIUS_DS_PROFILE"
 PACKAGE = Path(__file__).resolve().parents[1]
 LAST_LINES = 30
+CATEGORIES = ("parameters_in", "gradients_out", "activations_in", "activations_out")
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -188,14 +189,29 @@ def comparison_table(planned: Planned, predictions: List[Prediction]) -> Table:
         ("without the CPU optimizer, s", lambda p: f"{p.sweep_seconds:.3f}"),
         ("GPU computes at most, s", lambda p: f"{p.busiest_compute_seconds:.3f}"),
         ("not computing (busiest GPU)", lambda p: f"{p.exposed_share * PERCENT:.0f} %"),
+        ("bubble (all GPUs)", lambda p: f"{p.bubble * PERCENT:.0f} %"),
         ("bytes moved", lambda p: readable(sum(p.bytes_by_category.values()))),
+        *((f"  {category}", lambda p, category=category: readable(p.bytes_by_category.get(category, 0)))
+          for category in CATEGORIES),
         ("bytes / model size", lambda p: f"{sum(p.bytes_by_category.values()) / model_bytes:.2f}"),
+        ("weights and gradients, GB/s", lambda p: " / ".join(f"{rate / 1e9:.1f}" for rate in quartiles(p)) or "-"),
         ("memory per GPU", lambda p: readable(max(p.memory_bytes))),
         ("fits", lambda p: "yes" if p.fits else f"[red]OOM[/]: {readable(p.missing_bytes)} missing"),
     ]
     for name, figure in rows:
         table.add_row(name, *(figure(prediction) for prediction in predictions))
     return table
+
+
+def quartiles(prediction: Prediction) -> List[float]:
+    """Bytes/s below which a quarter, half and three quarters of the weight and gradient bytes move; empty without any."""
+    moved = prediction.bandwidth_distribution()
+    total, found, passed = sum(nbytes for _, nbytes in moved), [], 0
+    for rate, nbytes in moved:
+        passed += nbytes
+        while len(found) < 3 and passed >= (len(found) + 1) / 4 * total:
+            found.append(rate)
+    return found
 
 
 def _exposure(seconds: float) -> str:

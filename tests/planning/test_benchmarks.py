@@ -1,12 +1,15 @@
 """How long planning takes (pytest-benchmark)."""
 
+from mobius_ds.planning.costs import bandwidths, mobius_costs
 from mobius_ds.planning.mapping import cross
 from mobius_ds.planning.partition import best_partition
 from mobius_ds.planning.partition_cost import GpuCost, Problem, problem_of, step_seconds
 from mobius_ds.planning.partition_mip import PartitionMip
-from mobius_ds.planning.plan import even_partition
+from mobius_ds.planning.plan import even_partition, make_plan
 from mobius_ds.planning.profile import LayerProfile
 from mobius_ds.planning.topology import GIB, preset
+from tests.planning.models import even_model
+from tests.planning.models import step_seconds as step_seconds_simulated
 from tests.planning.test_partition import GPT_51B
 
 FIFTY = Problem((LayerProfile("block", 0.05, 0.15, 900_000_000, 900_000_000, 20_000_000, 500_000_000),) * 50,
@@ -33,3 +36,11 @@ def test_evaluator(benchmark):
 def test_mapping(benchmark):
     topology = preset("3090ti-8-4+4")
     assert len(benchmark(cross, topology, 40)) == 40
+
+
+def test_simulator(benchmark):
+    """A step of 100 stages, 16 microbatches, 8 GPUs."""
+    profile, topology = even_model(layers=100), preset("3090ti-8-4+4")
+    plan = make_plan(100, 8, stages=100)
+    assert benchmark.pedantic(step_seconds_simulated, (profile, plan, 16, mobius_costs(profile, topology, plan),
+                                                       bandwidths(topology)), rounds=1) > 0
