@@ -17,7 +17,7 @@ FOUR = preset("3090ti-4-2+2")
 
 
 def request(**changes) -> Request:
-    return dataclasses.replace(Request(even_model(layers=12, weight_bytes=2 * 10**8), FOUR, 4, time_limit=5.0), **changes)
+    return dataclasses.replace(Request(even_model(layers=12, weight_bytes=2 * 10**8), FOUR, 4), **changes)
 
 
 @pytest.mark.parametrize("strategy", ["mip", "max", "min", "even"])
