@@ -130,7 +130,7 @@ def communication(lab: Lab) -> List[Row]:
         zero3 = predict_zero3_offload(lab.profile("gpt-8b", topology), preset(topology))
         mobius = lab.plan("gpt-8b", topology).prediction()
         rows.append(Row(f"ZeRO-3: share of the step in exposed communication, {topology}", f"{share:.0%}",
-                        f"{zero3.exposed_share:.0%}", abs(zero3.exposed_share - share) < 0.2,
+                        f"{zero3.exposed_share:.0%}", abs(zero3.exposed_share - share) < 0.15,
                         "the share falls with longer samples: their length is not known"))
         rows.append(Row(f"ZeRO-3: bytes moved at under 6 GB/s, {topology}", "most",
                         f"{zero3.share_of_bytes_below(limit):.0%}", zero3.share_of_bytes_below(limit) > 0.5))
@@ -233,8 +233,9 @@ def measured_4090(lab: Lab) -> List[Row]:
                                   ("RoundPipe (sync) over Mobius", mobius / roundpipe, "roundpipe-sync")):
             ratio = measured["mobius"][name] / measured[other][name]
             expected = ratio if other == "zero-infinity-cpu" else 1 / ratio
-            rows.append(Row(f"{name}: {what}", f"{expected:.1f}x measured", f"{ours:.1f}x", 0.6 < ours / expected < 1.67,
-                            "software overhead of the measured systems is not simulated"))
+            why = "ZeRO-Infinity is simulated without its software's overhead" if other == "zero-infinity-cpu" else \
+                "so is Mobius: the measured one pays for every task and every hop"
+            rows.append(Row(f"{name}: {what}", f"{expected:.1f}x measured", f"{ours:.1f}x", 0.75 < ours / expected < 1.33, why))
     return rows
 
 
