@@ -122,12 +122,15 @@ class Program:
         return self.calls[value.call].returns[value.leaf]
 
     @cached_property
-    def _last_need(self) -> Dict[Value, int]:
-        return {value: index for index, call in enumerate(self.calls) for value in call.needs}
+    def _live(self) -> Tuple[Tuple[Value, ...], ...]:
+        """By cut. Asked for every stage and microbatch of every sweep, so found once."""
+        last_need = {value: index for index, call in enumerate(self.calls) for value in call.needs}
+        return tuple(tuple(sorted(value for value, need in last_need.items() if value.call < cut <= need))
+                     for cut in range(len(self.calls)))
 
     def live(self, cut: int) -> Tuple[Value, ...]:
         """The boundary activations of a cut before call number ``cut``: made before it, needed at or after it."""
-        return tuple(sorted(value for value, need in self._last_need.items() if value.call < cut <= need))
+        return self._live[cut]
 
     def boundary_bytes(self, cut: int) -> int:
         """Bytes of the boundary activations at ``cut``."""

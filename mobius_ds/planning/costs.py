@@ -5,7 +5,7 @@ Links are named: ``("in", gpu)`` and ``("out", gpu)`` are a GPU's own link towar
 connection to the others where there is one.
 """
 
-from typing import Callable, Dict, List, Sequence, Tuple
+from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
 from mobius_ds.planning.plan import Plan
 from mobius_ds.planning.profile import LayerProfile, ModelProfile
@@ -48,22 +48,25 @@ def stages_of(profile: ModelProfile, plan: Plan) -> List[Sequence[LayerProfile]]
     return [profile.layers[first:first + count] for first, count in zip(plan.first_layers(), plan.layers_per_stage)]
 
 
-def stage_seconds(stage: Sequence[LayerProfile], kind: Kind) -> float:
-    """Compute of a stage for one microbatch, forward or backward, on the GPU that was profiled."""
-    if kind is Kind.FORWARD:
-        return sum(layer.forward_seconds for layer in stage)
-    return sum(layer.backward_seconds for layer in stage)
+def compute_cost(task: Task, stages: Sequence[Sequence[LayerProfile]], topology: Topology) -> Optional[Cost]:
+    """The cost of a stage's forward or backward of one microbatch on the task's GPU; None for any other task."""
+    if task.key.kind is Kind.FORWARD:
+        seconds = sum(layer.forward_seconds for layer in stages[task.key.stage])
+    elif task.key.kind is Kind.BACKWARD:
+        seconds = sum(layer.backward_seconds for layer in stages[task.key.stage])
+    else:
+        return None
+    return Cost(seconds / speed(topology, task.gpu))
 
 
 def mobius_costs(profile: ModelProfile, topology: Topology, plan: Plan) -> Costs:
     """Costs of the tasks of Mobius' sweeps. Each transfer's bytes are the task's own."""
     stages = stages_of(profile, plan)
+
     def cost(task: Task) -> Cost:
-        kind, stage = task.key.kind, task.key.stage
-        if kind in (Kind.FORWARD, Kind.BACKWARD):
-            return Cost(stage_seconds(stages[stage], kind) / speed(topology, task.gpu))
         outward = task.category == "gradients_out" or task.key.kind.name.startswith("GIVE_")
-        return Cost(0.0, (to_dram if outward else to_gpu)(topology, task.gpu, task.nbytes))
+        return compute_cost(task, stages, topology) \
+            or Cost(0.0, (to_dram if outward else to_gpu)(topology, task.gpu, task.nbytes))
 
     return cost
 
@@ -82,12 +85,12 @@ def zero3_costs(layers: Sequence[LayerProfile], topology: Topology) -> Costs:
             return ((("peer", gpu), nbytes),)
         return to_gpu(topology, gpu, nbytes) + to_dram(topology, gpu, nbytes)
 
+    single = [[layer] for layer in layers]
+
     def cost(task: Task) -> Cost:
-        kind, gpu = task.key.kind, task.gpu
-        if kind in (Kind.FORWARD, Kind.BACKWARD):
-            return Cost(stage_seconds([layers[task.key.stage]], kind) / speed(topology, gpu))
-        shard = (to_gpu if kind is Kind.GATHER else to_dram)(topology, gpu, task.nbytes / topology.size)
-        return Cost(0.0, _summed(shard + between(gpu, others * task.nbytes)))
+        shard = (to_gpu if task.key.kind is Kind.GATHER else to_dram)(topology, task.gpu, task.nbytes / topology.size)
+        return compute_cost(task, single, topology) \
+            or Cost(0.0, _summed(shard + between(task.gpu, others * task.nbytes)))
 
     return cost
 
@@ -97,12 +100,12 @@ def pipeline_costs(profile: ModelProfile, topology: Topology, plan: Plan) -> Cos
     stages = stages_of(profile, plan)
 
     def cost(task: Task) -> Cost:
-        kind, stage = task.key.kind, task.key.stage
-        if kind in (Kind.FORWARD, Kind.BACKWARD):
-            return Cost(stage_seconds(stages[stage], kind) / speed(topology, task.gpu))
+        computing = compute_cost(task, stages, topology)
+        if computing is not None:
+            return computing
         if topology.peer_bandwidth is not None:
             return Cost(0.0, ((("peer", task.gpu), task.nbytes),))
-        target = stage + 1 if kind is Kind.GIVE_ACTIVATIONS else stage - 1
+        target = task.key.stage + (1 if task.key.kind is Kind.GIVE_ACTIVATIONS else -1)
         return Cost(0.0, to_dram(topology, task.gpu, task.nbytes)
                     + to_gpu(topology, plan.gpu_of_stage[target], task.nbytes))
 

@@ -1,7 +1,7 @@
 """The planner: from a profile and a topology to a plan, and the plan as a file.
 
-A plan file holds everything the plan depends on, under a hash of it, so that the same question is answered once and
-a run can be repeated from the file alone.
+A plan file holds everything the plan depends on, with a hash of it, so that a run can be repeated from the file alone.
+A folder of plan files is a cache, in which the same question is answered once.
 """
 
 import hashlib
@@ -27,6 +27,11 @@ FORMAT = 1
 """Of plan files. A file of another format is planned again, or refused when it was asked for."""
 
 
+def fingerprint(question: Any) -> str:
+    """A name for plain data that a plan depends on, and for the format of plan files."""
+    return hashlib.sha256(json.dumps([FORMAT, question], sort_keys=True).encode()).hexdigest()[:16]
+
+
 @dataclass(frozen=True)
 class Request:
     """What is to be planned."""
@@ -47,7 +52,7 @@ class Request:
 
     def content_hash(self) -> str:
         """A name for everything the answer depends on."""
-        return hashlib.sha256(json.dumps([FORMAT, asdict(self)], sort_keys=True).encode()).hexdigest()[:16]
+        return fingerprint(asdict(self))
 
 
 @dataclass(frozen=True)

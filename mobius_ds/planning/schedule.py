@@ -23,7 +23,7 @@ the end of the use that task number k - 2 made of the same memory.
 from collections import defaultdict
 from dataclasses import dataclass
 from enum import Enum
-from typing import Dict, List, NamedTuple, Optional, Tuple
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from mobius_ds.planning.plan import Plan
 
@@ -208,14 +208,14 @@ def _run_forward(build: "_Builder", plan: Plan, home: List[int], volumes: Volume
         stages = [stage for stage in plan.stages_of(gpu) if stage in part]
         build.load_stages(gpu, stages, volumes, Kind.FORWARD)
         for stage in stages:
-            for microbatch in build.microbatches:
+            for order, microbatch in enumerate(build.microbatches):
                 if stage > 0:
                     build.add(gpu, Key(Kind.ACTIVATIONS, stage, microbatch), volumes.received[stage][microbatch],
                               [Key(Kind.GIVE_ACTIVATIONS, stage - 1, microbatch)]
-                              + build.earlier(Kind.FORWARD, stage, microbatch))
+                              + _earlier(Kind.FORWARD, stage, build.microbatches, order))
                 build.add(gpu, Key(Kind.FORWARD, stage, microbatch), 0,
                           build.arrivals(stage, microbatch, stages[0])
-                          + build.earlier(Kind.GIVE_ACTIVATIONS, stage, microbatch))
+                          + _earlier(Kind.GIVE_ACTIVATIONS, stage, build.microbatches, order))
                 build.add(gpu, Key(Kind.GIVE_ACTIVATIONS, stage, microbatch), volumes.made[stage][microbatch],
                           [Key(Kind.FORWARD, stage, microbatch)])
     for microbatch, gpu in enumerate(home):
@@ -249,7 +249,7 @@ def backward_schedule(plan: Plan, home: List[int], volumes: Volumes, shared: Dic
         build.load_stages(gpu, stages, volumes, Kind.BACKWARD, trained)
         for position, stage in enumerate(stages):
             for order, microbatch in enumerate(trained[stage]):
-                buffers = build.earlier(Kind.BACKWARD, stage, microbatch, trained[stage])
+                buffers = _earlier(Kind.BACKWARD, stage, trained[stage], order)
                 if stage > 0:
                     build.add(gpu, Key(Kind.ACTIVATIONS, stage, microbatch), volumes.received[stage][microbatch], buffers)
                 last = stage == plan.stages - 1
@@ -262,7 +262,7 @@ def backward_schedule(plan: Plan, home: List[int], volumes: Volumes, shared: Dic
                 build.add(gpu, Key(Kind.BACKWARD, stage, microbatch), 0,
                           build.arrivals(stage, microbatch, stages[0])
                           + [Key(Kind.GRADIENTS, stage, microbatch)] + drained
-                          + build.earlier(Kind.GIVE_GRADIENTS, stage, microbatch, trained[stage]))
+                          + _earlier(Kind.GIVE_GRADIENTS, stage, trained[stage], order))
                 if volumes.made_gradients[stage][microbatch]:
                     build.add(gpu, Key(Kind.GIVE_GRADIENTS, stage, microbatch),
                               volumes.made_gradients[stage][microbatch], [Key(Kind.BACKWARD, stage, microbatch)])
@@ -276,6 +276,11 @@ def backward_schedule(plan: Plan, home: List[int], volumes: Volumes, shared: Dic
         if given:
             build.add(plan.gpu_of_stage[stage], Key(Kind.UPDATE, stage), 0, given)
     return build.schedule()
+
+
+def _earlier(kind: Kind, stage: int, microbatches: Sequence[int], position: int) -> List[Key]:
+    """The task that frees the buffer the microbatch at ``position`` needs; see Note [two of each]."""
+    return [Key(kind, stage, microbatches[position - DEPTH])] if position >= DEPTH else []
 
 
 class _Builder:
@@ -307,12 +312,6 @@ class _Builder:
         """What a stage's compute waits for in either sweep."""
         received = [Key(Kind.ACTIVATIONS, stage, microbatch)] if stage > 0 else []
         return [Key(Kind.WEIGHTS, stage), Key(Kind.INPUTS, first_stage, microbatch)] + received
-
-    def earlier(self, kind: Kind, stage: int, microbatch: int, microbatches: Optional[List[int]] = None) -> List[Key]:
-        """The task that frees the buffer this microbatch needs; see Note [two of each]."""
-        order = list(microbatches if microbatches is not None else self.microbatches)
-        position = order.index(microbatch) - DEPTH
-        return [Key(kind, stage, order[position])] if position >= 0 else []
 
     def schedule(self) -> Schedule:
         keys = {task.key for task in self._tasks}

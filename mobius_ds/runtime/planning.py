@@ -4,7 +4,6 @@ Only what the job knows (its program, its device, its config) is brought togethe
 decided in ``mobius_ds.planning``.
 """
 
-import hashlib
 import json
 import os
 from dataclasses import asdict, replace
@@ -18,7 +17,7 @@ from mobius_ds.model.discovery import Units
 from mobius_ds.model.profiling import TracedModel, computed_profile, measured_profile
 from mobius_ds.model.program import Program, spans
 from mobius_ds.planning.plan import InfeasiblePlan, Plan, make_plan
-from mobius_ds.planning.planner import FORMAT, Request, cached_plan, check_plan, explained, from_json
+from mobius_ds.planning.planner import Request, cached_plan, check_plan, explained, fingerprint, from_json
 from mobius_ds.planning.schedule import DEPTH
 from mobius_ds.planning.topology import Gpu, Topology, TopologyError
 from mobius_ds.planning.units import readable
@@ -127,8 +126,7 @@ def _best(job: Job, topology: Topology) -> Tuple[Plan, str]:
 def _question(job: Job, topology: Topology) -> str:
     """A name for all that a job's plan depends on."""
     calls = [(call.unit, sorted(map(str, call.needs)), call.returns) for call in job.reference.calls]
-    asked = [FORMAT, repr(calls), repr(job.layout.entries), topology.to_json(), job.microbatches]
-    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+    return fingerprint([repr(calls), repr(job.layout.entries), topology.to_json(), job.microbatches])
 
 
 # Memory, as the slots and buffers of the runtime take it.
