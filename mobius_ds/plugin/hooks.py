@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any, Mapping, Union
 if TYPE_CHECKING:
     from mobius_ds.plugin.config import MobiusConfig
 
-__all__ = ["RECORD_VARIABLE", "install"]
+__all__ = ["RANDOM_STATE", "RECORD_VARIABLE", "install"]
 
 RECORD_VARIABLE = "MOBIUS_DS_RECORD"
 """Environment variable that makes every engine of the process record its steps for ``mobius-ds compare``."""
+
+RANDOM_STATE = "_mobius_random_state"
+"""Attribute of a ``PipelineModule``: the state of torch's generator when its layers were built."""
 
 KNOWN_DEEPSPEED = "0.19."
 
@@ -32,6 +35,7 @@ def install() -> None:
     if hasattr(deepspeed.DeepSpeedEngine.__new__, "mobius_ds"):
         return
     _choose_engine_by_config(deepspeed.DeepSpeedEngine, deepspeed.PipelineEngine)
+    _remember_random_state(deepspeed.pipe.PipelineModule)
     _keep_parameters_whole(deepspeed.zero.Init)
     if os.environ.get(RECORD_VARIABLE):
         from mobius_ds.reporting import recorder
@@ -39,32 +43,46 @@ def install() -> None:
         recorder.install()
 
 
-def _choose_engine_by_config(*replaceable: type) -> None:
-    engine_class = replaceable[0]
-
+def _choose_engine_by_config(engine_class: type, pipeline_engine_class: type) -> None:
     def __new__(cls, *args, **kwargs):
         # deepspeed.initialize passes the config by keyword; copying and unpickling come without one.
         config = kwargs.get("config")
         if config is None or not _read(config).enabled:
             return object.__new__(cls)
         from mobius_ds.runtime.engine import MobiusEngine
+        from mobius_ds.runtime.pipeline_engine import MobiusPipelineEngine
 
         if issubclass(cls, MobiusEngine):
             return object.__new__(cls)
-        if cls not in replaceable:
+        stand_ins = {engine_class: MobiusEngine, pipeline_engine_class: MobiusPipelineEngine}
+        if cls not in stand_ins:
             raise ValueError(f'"mobius" is enabled, but Mobius cannot stand in for {cls.__name__}, only for '
-                             f'{" and ".join(known.__name__ for known in replaceable)}. Remove from the DeepSpeed '
+                             f'{" and ".join(known.__name__ for known in stand_ins)}. Remove from the DeepSpeed '
                              'config what asks for it (such as "hybrid_engine"), or set "mobius": {"enabled": false}.')
         _warn_of_unknown_deepspeed()
-        engine = object.__new__(MobiusEngine)
+        engine = object.__new__(stand_ins[cls])
         if not isinstance(engine, cls):
             # Python initializes what __new__ returns only if it is an instance of the class that was called,
-            # and a MobiusEngine is no PipelineEngine.
+            # and a MobiusPipelineEngine is no PipelineEngine.
             engine.__init__(*args, **kwargs)
         return engine
 
     __new__.mobius_ds = True
     engine_class.__new__ = staticmethod(__new__)
+
+
+def _remember_random_state(module_class: type) -> None:
+    """Makes a ``PipelineModule`` note where its layers' random numbers begin: Mobius builds those of other ranks later."""
+    original = module_class._build
+
+    @functools.wraps(original)
+    def _build(self):
+        import torch
+
+        self.__dict__.setdefault(RANDOM_STATE, torch.get_rng_state())
+        original(self)
+
+    module_class._build = _build
 
 
 def _keep_parameters_whole(init_class: type) -> None:

@@ -9,17 +9,17 @@ from collections.abc import Mapping
 from typing import Any, Callable, Dict, Iterator, List, NoReturn, Optional, Tuple
 
 import torch
-import torch.distributed as torch_distributed
-from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.utils import logger
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from mobius_ds.plugin.config import mobius_config
 from mobius_ds.runtime import differentiable
+from mobius_ds.runtime.exchange import exchange
 from mobius_ds.runtime.ledger import Bytes
 from mobius_ds.runtime.optimizer import MobiusOptimizer
 from mobius_ds.runtime.pipeline import Pipeline
@@ -37,7 +37,7 @@ class MobiusEngine(DeepSpeedEngine):
 
     def __init__(self, *args: Any, config: Any = None, config_class: Any = None, **kwargs: Any):
         self.mobius = mobius_config(config)
-        _refuse_what_mobius_does_not_do(config_class)
+        _refuse_what_mobius_does_not_do(config_class, kwargs.get("mpu"))
         # The parameters stay in DRAM; only their stages' copies reach the device.
         super().__init__(*args, config=config, config_class=config_class, dont_change_device=True, **kwargs)
         self.enable_backward_allreduce = False
@@ -48,18 +48,20 @@ class MobiusEngine(DeepSpeedEngine):
         if isinstance(model.__dict__.get("forward"), _Routed):
             del model.__dict__["forward"]  # of an earlier engine that was not destroyed
         super()._configure_distributed_model(model)
-        layers = None
-        self._loss_function = None
-        if isinstance(model, PipelineModule):
-            layers = _pipeline_layers(model)
-            self._loss_function = _with_loss(model.forward, model.loss_fn) if model.loss_fn else None
-        self.pipeline = Pipeline(model, self.mobius, self.global_rank, self.world_size, self.device,
-                                 self._exchange, layers)
+        self.pipeline = Pipeline(model, self.mobius, self.global_rank, self.world_size, self.device, exchange,
+                                 self._layers(model))
         self._adopted = {name: _place(parameter) for name, parameter in model.named_parameters()}
         self._forwards: Dict[bool, int] = {}
         self._forwards_step = -1
         # The raw module's calls reach the pipeline as well: evaluation loops often call it.
         model.__dict__["forward"] = _Routed(model, self._forward)
+
+    _loss_function: Optional[Callable] = None
+    """What ``train_batch`` runs instead of the module's own forward."""
+
+    def _layers(self, model: nn.Module) -> Optional[List[nn.Module]]:
+        """The layers of a model that lists them."""
+        return None
 
     def _forward(self, args: tuple, kwargs: dict) -> Any:
         self._check_parameters()
@@ -81,25 +83,25 @@ class MobiusEngine(DeepSpeedEngine):
                         f"{not trained} now. Mobius plans for what is trained then: set it before, or keep a parameter "
                         "from changing by a learning rate and weight decay of 0 for its group.")
 
-    def _exchange(self, content: Any) -> List[Any]:
-        # Gloo, whatever the job's own backend is: these are objects on the host.
-        group = torch_distributed.new_group(backend="gloo")
-        gathered = [None] * self.world_size
-        torch_distributed.all_gather_object(gathered, content, group=group)
-        torch_distributed.destroy_process_group(group)
-        return gathered
-
     def _broadcast_model(self) -> None:
         """The pipeline takes the first rank's values for all."""
 
     def _next_seed(self) -> Tuple[int, int]:
-        """(step, number of the forward within the step); forwards without gradients are counted apart."""
+        """(step, number of the microbatch within the step, over all replicas), which its random numbers depend on.
+
+        Forwards without gradients are counted apart, below zero.
+        """
         if self._forwards_step != self.global_steps:
             self._forwards, self._forwards_step = {}, self.global_steps
         graded = torch.is_grad_enabled()
         number = self._forwards.get(graded, 0)
         self._forwards[graded] = number + 1
-        return self.global_steps, number if graded else -1 - number
+        replicas, replica = self._replicas()
+        return self.global_steps, (number if graded else -1 - number) * replicas + replica
+
+    def _replicas(self) -> Tuple[int, int]:
+        """How many ranks put microbatches into a batch, and the number of this one among them."""
+        return self.world_size, self.global_rank
 
     # What DeepSpeed asks before it does things of its own.
 
@@ -174,7 +176,7 @@ class MobiusEngine(DeepSpeedEngine):
         self.tput_timer.start()
         with autocast_if_enabled(self), differentiable.computing(self.device):
             sweep, losses = self._run_batch(data_iter, count)
-            self.pipeline.backward(sweep, [{leaf: torch.full_like(loss, 1 / (count * self.world_size))}
+            self.pipeline.backward(sweep, [{leaf: torch.full_like(loss, 1 / (count * self._replicas()[0]))}
                                            for leaf, loss in losses],
                                    self.optimizer.update_apart if self.optimizer.can_update_apart else None)
         self.pipeline.release(sweep)
@@ -205,18 +207,24 @@ class MobiusEngine(DeepSpeedEngine):
         return self._mean([loss for _, loss in losses])
 
     def _run_batch(self, data_iter: Optional[Iterator], count: int) -> Tuple[Sweep, List[Tuple[int, torch.Tensor]]]:
-        if data_iter is None:
-            if self.training_dataloader is None:
-                raise ValueError("train_batch has no data: give it an iterator, or training_data to deepspeed.initialize.")
-            if self._data_iterator is None:
-                self._data_iterator = _repeating(self.training_dataloader)
-            data_iter = self._data_iterator
         self._check_parameters()
-        batches = [self._arguments(next(data_iter)) for _ in range(count)]
+        with self.pipeline.mailbox.told():
+            batches = [self._arguments(batch) for batch in self._microbatches(data_iter, count)]
         sweep, outputs = self.pipeline.forward(batches, [self._next_seed() for _ in batches], self._loss_function)
         return sweep, [_loss_among(leaves) for leaves, _ in outputs]
 
     _data_iterator: Optional[Iterator] = None
+
+    def _microbatches(self, data_iter: Optional[Iterator], count: int) -> List[Any]:
+        """The next microbatches that this rank puts into a batch."""
+        if data_iter is None:
+            if self._data_iterator is None:
+                if self.training_dataloader is None:
+                    raise ValueError("train_batch has no data: give it an iterator, or training_data to "
+                                     "deepspeed.initialize.")
+                self._data_iterator = _repeating(self.training_dataloader)
+            data_iter = self._data_iterator
+        return [next(data_iter) for _ in range(count)]
 
     def _arguments(self, batch: Any) -> Tuple[tuple, dict]:
         if isinstance(batch, Mapping):
@@ -299,19 +307,14 @@ def _place(parameter: nn.Parameter) -> Tuple[int, bool]:
     return parameter.data_ptr(), parameter.requires_grad
 
 
-def _refuse_what_mobius_does_not_do(config: Any) -> None:
+def _refuse_what_mobius_does_not_do(config: Any, mpu: Any) -> None:
+    if bwc_tensor_model_parallel_world_size(mpu) > 1:
+        raise ValueError("Mobius does not run tensor parallelism, and this job splits its tensors over "
+                         f"{bwc_tensor_model_parallel_world_size(mpu)} ranks. Use 1 (of a PipelineModule, "
+                         'num_stages=... instead of a topology), or "mobius": {"enabled": false}.')
     if config.float16_config.enabled:
         raise ValueError("Mobius trains in fp32 and bf16. Set \"fp16\": {\"enabled\": false} and "
                          "\"bf16\": {\"enabled\": true}, or \"mobius\": {\"enabled\": false}.")
-
-
-def _pipeline_layers(model: PipelineModule) -> List[nn.Module]:
-    if model._grid.get_pipe_parallel_world_size() > 1:
-        raise ValueError("this PipelineModule is already cut into "
-                         f"{model._grid.get_pipe_parallel_world_size()} stages, each rank holding its own layers only. "
-                         "Under Mobius build it with num_stages=1: the stages come from the \"mobius\" section.")
-    model.activation_checkpoint_interval = 0  # a stage is recomputed anyway
-    return [layer for layer in model.forward_funcs if isinstance(layer, nn.Module)]
 
 
 def _loss_among(leaves: List[Any]) -> Tuple[int, torch.Tensor]:
@@ -321,14 +324,6 @@ def _loss_among(leaves: List[Any]) -> Tuple[int, torch.Tensor]:
             return index, leaf
     raise ValueError("train_batch and eval_batch need a model that returns its loss: give the PipelineModule a loss_fn, "
                      "or return a scalar.")
-
-
-def _with_loss(forward: Callable, loss_fn: Callable) -> Callable:
-    # Its name is the same on every rank, as those of functions and unlike those of partial ones.
-    def with_loss(inputs: Any, labels: Any) -> Any:
-        return loss_fn(forward(inputs), labels)
-
-    return with_loss
 
 
 def _repeating(loader: Any) -> Iterator:

@@ -134,8 +134,8 @@ class Pipeline:
         """Runs this rank's microbatches, and everybody else's, through all stages.
 
         Args:
-            batches: this rank's microbatches; every rank gives equally many.
-            seeds: (step, number within the step) of each, for its random numbers.
+            batches: this rank's microbatches; every rank that gives any gives equally many, and the first one does.
+            seeds: (step, number within the step over all ranks) of each, for its random numbers.
             function: what to run instead of the model's own forward.
 
         Returns:
@@ -149,14 +149,16 @@ class Pipeline:
             announced = [self._announce(entry, batch, leaves, structure, seed)
                          for batch, (leaves, structure), seed in zip(batches, flat, seeds)]
         gathered = self._gather("forward", announced)
-        if len({len(announcements) for announcements in gathered}) > 1:
+        givers = [home for home, announcements in enumerate(gathered) if announcements]
+        count = len(gathered[0])
+        if any(len(gathered[home]) != count for home in givers):
             raise OutOfStep(f"the ranks gave {[len(a) for a in gathered]} microbatches to one forward; give equally many")
         for announcement in (a for announcements in gathered for a in announcements if a.program is not None):
             self._programs.setdefault(announcement.signature, announcement.program)
-        # Microbatch i of rank r is number i*N + r: the order in which N times as many ranks would have them.
-        ordered = [(home, announcements[i]) for i in range(len(batches)) for home, announcements in enumerate(gathered)]
+        # Microbatch i of the r-th of N givers is number i*N + r: the order in which N times as many would have them.
+        ordered = [(home, gathered[home][i]) for i in range(count) for home in givers]
         if self.plan is None:
-            self._make_plan(entry, batches[0], ordered)
+            self._make_plan(entry, batches, ordered)
         sweep = self._sweep(entry, ordered)
         schedule = forward_schedule(self.plan, sweep.home, volumes(self.plan, sweep, self.store.layout))
         self._predict(schedule)
@@ -190,7 +192,7 @@ class Pipeline:
         if {number for number, _ in gathered} != {sweep.number}:
             raise OutOfStep("the ranks run the backward of different forwards: "
                             + ", ".join(f"rank {rank} of forward {number}" for rank, (number, _) in enumerate(gathered)))
-        given = [leaves[i] for i in range(len(gradients)) for _, leaves in gathered]
+        given = [leaves[i] for i in range(len(gathered[0][1])) for _, leaves in gathered if leaves]
         layout = self.store.layout
         schedule = backward_schedule(self.plan, sweep.home, volumes(self.plan, sweep, layout, given),
                                      sharing_stages(self.plan, sweep, layout),
@@ -299,9 +301,7 @@ class Pipeline:
             shipped.append(TensorSlot(count) if isinstance(leaf, torch.Tensor) else leaf)
             count += isinstance(leaf, torch.Tensor)
         nbytes = sum(leaf.numel() * leaf.dtype.itemsize for leaf in leaves if isinstance(leaf, torch.Tensor))
-        step, number = seed
-        return Announcement(signature, program, tuple(shipped), structure, nbytes,
-                            mixed(self.seed, step, number * self.world_size + self.rank))
+        return Announcement(signature, program, tuple(shipped), structure, nbytes, mixed(self.seed, *seed))
 
     def _sweep(self, entry: Entry, ordered: Sequence[Tuple[int, Announcement]]) -> Sweep:
         everything = self.keep_outputs or not torch.is_grad_enabled()
@@ -322,12 +322,12 @@ class Pipeline:
 
     # The plan.
 
-    def _make_plan(self, entry: Entry, batch: Batch, ordered: Sequence[Tuple[int, Announcement]]) -> None:
+    def _make_plan(self, entry: Entry, batches: Sequence[Batch], ordered: Sequence[Tuple[int, Announcement]]) -> None:
         """Takes the first rank's plan for the first forward's program."""
         self._reference = self._programs[ordered[0][1].signature]
         job = Job(self._reference, self.units, self.store.layout, self.config, self.world_size, self.device.budget,
                   sum(announcement.input_bytes for _, announcement in ordered), len(ordered),
-                  lambda: TracedModel(entry, self.units, self._reference, *batch, self.device.torch_device),
+                  lambda: TracedModel(entry, self.units, self._reference, *batches[0], self.device.torch_device),
                   {name: parameter.data for name, parameter in self._model.named_parameters()})
         answer = None
         if self.rank == 0:
