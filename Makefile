@@ -21,10 +21,17 @@ export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
 # Several ranks share the cores: more threads in each only get in each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: test compare paper venv unlock clean
+.PHONY: test chaos soak compare paper venv unlock clean
 
 test: venv unlock
 	$(VENV)/bin/python -m pytest -q -n 2 --dist loadfile $(ARGS)
+
+# Nightly: 200 seeds of random delays on every example model, and 2,000 steps with evaluation and checkpoints.
+chaos: venv unlock
+	$(VENV)/bin/python -m pytest -q -n 2 tests/runtime/test_chaos.py --seeds 200 $(ARGS)
+
+soak: venv unlock
+	$(VENV)/bin/python -m pytest -q tests/runtime/test_soak.py --soak-steps 2000 $(ARGS)
 
 compare: venv unlock
 	$(VENV)/bin/mobius-ds compare $(ARGS)
