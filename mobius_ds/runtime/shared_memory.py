@@ -2,11 +2,11 @@
 
 import mmap
 import os
-from typing import Dict, List, NamedTuple, Tuple
+from typing import Dict, Iterable, List, NamedTuple, Tuple
 
 import torch
 
-from mobius_ds.runtime.errors import PipelineError
+from mobius_ds.runtime.errors import PeerLost, PipelineError
 
 ALIGNMENT = 64
 """Bytes. Every tensor starts on a cache line, which is also what vectorised copies want."""
@@ -15,6 +15,33 @@ ALIGNMENT = 64
 def aligned(nbytes: int) -> int:
     """``nbytes`` rounded up to the alignment."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class Extent(NamedTuple):
+    """A contiguous piece ``[start, stop)`` of a region, in bytes."""
+
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its length."""
+        return self.stop - self.start
+
+    def pages(self) -> "Extent":
+        """The pages it touches."""
+        return Extent(self.start // mmap.PAGESIZE * mmap.PAGESIZE, -(-self.stop // mmap.PAGESIZE) * mmap.PAGESIZE)
+
+
+def merged(pieces: Iterable[Extent]) -> Tuple[Extent, ...]:
+    """Joins pieces that touch; what lies between two is only alignment when it is shorter than that."""
+    extents: List[Extent] = []
+    for piece in sorted(pieces):
+        if extents and piece.start - extents[-1].stop < ALIGNMENT:
+            extents[-1] = Extent(extents[-1].start, max(extents[-1].stop, piece.stop))
+        else:
+            extents.append(piece)
+    return tuple(extents)
 
 
 class Handle(NamedTuple):
@@ -39,10 +66,19 @@ class Region:
 
     @classmethod
     def create(cls, name: str, nbytes: int) -> "Region":
-        """Makes a region of ``nbytes`` zeros. ``name`` shows in /proc/<pid>/maps."""
+        """Makes a region of ``nbytes`` zeros. ``name`` shows in /proc/<pid>/maps.
+
+        Raises:
+            PipelineError: a limit of the process forbids it.
+        """
         fd = os.memfd_create(f"mobius_ds:{name}", os.MFD_CLOEXEC)
         nbytes = max(nbytes, mmap.PAGESIZE)
-        os.ftruncate(fd, nbytes)
+        try:
+            os.ftruncate(fd, nbytes)
+        except OSError as error:
+            os.close(fd)
+            raise PipelineError(f"cannot make a shared memory of {nbytes} bytes for {name} ({error}). If there is a limit "
+                                "on file sizes, it counts for this as well: raise it (ulimit -f unlimited).") from None
         return cls(fd, nbytes, Handle(os.getpid(), fd, nbytes))
 
     @classmethod
@@ -58,6 +94,11 @@ class Region:
         except OSError as error:
             raise PipelineError(f"cannot open the shared memory of process {handle.pid} ({path}: {error}). All ranks "
                                 "must run as one user on one node, in one process namespace.") from error
+
+    @property
+    def resident(self) -> int:
+        """Bytes of DRAM it takes: the pages that have been written."""
+        return os.fstat(self._fd).st_blocks * 512
 
     def map(self) -> torch.Tensor:
         """Maps the region: bytes, shape ``[nbytes]``. Each call is a mapping of its own."""
@@ -176,11 +217,15 @@ class ActivationStore:
         return Placed(block, self._arena.handle(block.segment), tuple(tensor.shape), stride, tensor.dtype)
 
     def view(self, placed: Placed) -> torch.Tensor:
-        """The placed tensor itself, in DRAM, from any rank."""
+        """The placed tensor itself, in DRAM, from any rank.
+
+        Raises:
+            PeerLost: the rank that placed it has ended since.
+        """
         block = placed.block
         key = (block.rank, block.segment)
         if key not in self._mapped:
-            region = self._arena.region(block.segment) if block.rank == self._rank else Region.open(placed.handle)
+            region = self._arena.region(block.segment) if block.rank == self._rank else _region_of(placed)
             self._mapped[key] = region.map()
             self._on_map(self._mapped[key])
             if block.rank != self._rank:
@@ -196,6 +241,15 @@ class ActivationStore:
         """Gives up this rank's files and its mappings."""
         self._mapped.clear()
         self._arena.close()
+
+
+def _region_of(placed: Placed) -> Region:
+    try:
+        return Region.open(placed.handle)
+    except PipelineError as error:  # all ranks could open each other's memory when they met
+        rank = placed.block.rank
+        raise PeerLost(f"rank {rank} is gone (its activations are); the first error in the output of rank {rank} says why. "
+                       "Start the job again.", rank, "its activations are gone") from error
 
 
 def _dense_stride(tensor: torch.Tensor) -> Tuple[int, ...]:

@@ -1,7 +1,8 @@
 """The model's home in DRAM: one copy per node of weights, fp32 masters and gradients, mapped by every rank.
 
 The layout follows the order of the model's parameters, layers in order, so the parameters of a stage are a
-few contiguous pieces (*extents*), usually one, and are copied as such.
+few contiguous pieces (*extents*), usually one, and are copied as such. Parameters that were built in shared memory
+stay where they are.
 """
 
 import ctypes
@@ -9,35 +10,13 @@ import ctypes.util
 import mmap
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, Mapping, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
 
-from mobius_ds.runtime.shared_memory import ALIGNMENT, Handle, Region, aligned
-
-
-class Extent(NamedTuple):
-    """A contiguous piece ``[start, stop)`` of a region, in bytes."""
-
-    start: int
-    stop: int
-
-    @property
-    def nbytes(self) -> int:
-        """Its length."""
-        return self.stop - self.start
-
-
-def merged(pieces: Iterable[Extent]) -> Tuple[Extent, ...]:
-    """Joins pieces that touch; what lies between two is only alignment when it is shorter than that."""
-    extents: List[Extent] = []
-    for piece in sorted(pieces):
-        if extents and piece.start - extents[-1].stop < ALIGNMENT:
-            extents[-1] = Extent(extents[-1].start, max(extents[-1].stop, piece.stop))
-        else:
-            extents.append(piece)
-    return tuple(extents)
+from mobius_ds.runtime.shared_memory import Extent, Handle, Region, aligned, merged
+from mobius_ds.runtime.weights import WeightsRegion
 
 
 class Slot(NamedTuple):
@@ -81,19 +60,32 @@ class Entry:
 
 
 class Layout:
-    """Where every parameter of a model lies."""
+    """Where every parameter of a model lies.
 
-    def __init__(self, parameters: Iterable[Tuple[str, nn.Parameter]]):
-        self.entries: Dict[str, Entry] = {}
-        weight = full = 0
+    Args:
+        parameters: by name, in the model's order.
+        placed: where some of them lie already in the region of the weights.
+        end: where the room for the others begins there.
+    """
+
+    def __init__(self, parameters: Iterable[Tuple[str, nn.Parameter]], placed: Mapping[str, Extent] = {}, end: int = 0):
+        parameters = list(parameters)
+        pieces, full, end = [], 0, aligned(end)
         for name, parameter in parameters:
-            count = parameter.numel()
-            trained = count * 4 if parameter.requires_grad else 0
+            nbytes = parameter.numel() * parameter.dtype.itemsize
+            pieces.append(placed.get(name, Extent(end, end + nbytes)))
+            end += 0 if name in placed else aligned(nbytes)
+        self.span = Extent(min((piece.start for piece in pieces), default=0), end).pages()
+        """The pages of the region from the first to the last of the weights; entries count from its start."""
+        self.entries: Dict[str, Entry] = {}
+        for (name, parameter), piece in zip(parameters, pieces):
+            trained = parameter.numel() * 4 if parameter.requires_grad else 0
             self.entries[name] = Entry(tuple(parameter.shape), parameter.dtype, parameter.requires_grad,
-                                       Extent(weight, weight + count * parameter.dtype.itemsize),
+                                       Extent(piece.start - self.span.start, piece.stop - self.span.start),
                                        Extent(full, full + trained))
-            weight, full = weight + aligned(count * parameter.dtype.itemsize), full + aligned(trained)
-        self.weight_bytes = weight
+            full += aligned(trained)
+        self.weight_bytes = sum(aligned(piece.nbytes) for piece in pieces)
+        self.placed_bytes = sum(aligned(piece.nbytes) for piece in placed.values())
         self.full_bytes = full
         self.needs_masters = any(entry.trainable and entry.dtype != torch.float32 for entry in self.entries.values())
 
@@ -117,45 +109,55 @@ class ParameterStore:
     Args:
         layout: the same on every rank.
         handles: the regions made by the first rank, or None on the first rank itself.
-        on_map: called with each mapping that copies to the device read, to register it.
+        on_map: called with each piece of memory that copies to the device read, to register it.
+        home: on the first rank, the region that the layout's placed parameters lie in; a new one by default.
     """
 
     def __init__(self, layout: Layout, handles: Optional[Dict[str, Handle]] = None,
-                 on_map: Callable[[torch.Tensor], Any] = lambda tensor: None):
+                 on_map: Callable[[torch.Tensor], Any] = lambda tensor: None, home: Optional[WeightsRegion] = None):
         self.layout = layout
-        sizes = {"weights": layout.weight_bytes, "gradients": layout.full_bytes}
-        if layout.needs_masters:
-            sizes["masters"] = layout.full_bytes
+        self.home = WeightsRegion.open(handles["weights"]) if handles else home or WeightsRegion.sparse()
+        self.home.end = max(self.home.end, layout.span.stop)
+        sizes = {"gradients": layout.full_bytes, **({"masters": layout.full_bytes} if layout.needs_masters else {})}
         self._regions = {name: Region.open(handles[name]) if handles else Region.create(name, size)
                          for name, size in sizes.items()}
         # The weights are mapped twice: once for the module's parameters and once for copies to the device. On
         # a GPU nothing computes from the first, and on CPU a test can take its pages away to prove the same.
-        self._module_memory = self._regions["weights"].memory()
-        self.wire_weights = self._regions["weights"].map()
+        self._module_memory = self.home.window(layout.span)
+        self._weights = {name: self._module_tensor(entry) for name, entry in layout.entries.items()}
+        self.wire_weights = torch.frombuffer(self.home.window(layout.span), dtype=torch.uint8)
         self._gradients = self._regions["gradients"].map()
         self._masters = self._regions["masters"].map() if layout.needs_masters else None
-        on_map(self.wire_weights)
+        for pages in merged(entry.weight.pages() for entry in layout.entries.values() if entry.weight.nbytes):
+            on_map(self.wire_weights[pages.start:pages.stop])
+
+    def _module_tensor(self, entry: Entry) -> torch.Tensor:
+        if not entry.weight.nbytes:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        start = self.layout.span.start
+        return self._module_memory.tensor(Extent(start + entry.weight.start, start + entry.weight.stop), entry.shape,
+                                          entry.dtype)
 
     @property
     def handles(self) -> Dict[str, Handle]:
         """How other ranks open the same regions."""
-        return {name: region.handle for name, region in self._regions.items()}
+        return {"weights": self.home.handle, **{name: region.handle for name, region in self._regions.items()}}
 
     @property
     def nbytes(self) -> int:
         """DRAM of all regions, once per node."""
-        return sum(region.nbytes for region in self._regions.values())
+        return self.layout.host_bytes
+
+    @property
+    def present(self) -> Dict[str, int]:
+        """The part of it that is in memory by now: pages are taken when they are first written."""
+        written = {name: region.resident for name, region in self._regions.items()}
+        return {"weights": self.layout.weight_bytes, "fp32 masters": written.get("masters", 0),
+                "gradients": written["gradients"]}
 
     def weight(self, name: str) -> torch.Tensor:
         """A parameter's weights in its own dtype."""
-        entry = self.layout.entries[name]
-        if not entry.weight.nbytes:
-            return torch.empty(entry.shape, dtype=entry.dtype)
-        # A storage of its own for each: torch.save writes whole storages, and Hugging Face takes tensors of one
-        # storage for tied.
-        count = entry.weight.nbytes // entry.dtype.itemsize
-        return torch.frombuffer(self._module_memory, dtype=entry.dtype, count=count,
-                                offset=entry.weight.start).view(entry.shape)
+        return self._weights[name]
 
     def master(self, name: str) -> torch.Tensor:
         """A trained parameter's fp32 values; the weights themselves when they are fp32."""
@@ -184,10 +186,16 @@ class ParameterStore:
             _protect(self._module_memory, mmap.PROT_READ | mmap.PROT_WRITE)
 
     def close(self) -> None:
-        """Gives up the files; the module's parameters keep their mapping."""
+        """Gives up the files; the module's parameters keep their mapping, and with it that of the weights.
+
+        The ranks still share what they only read. What one writes from now on is its own: as after any training, each
+        may merge or cast its module.
+        """
+        self._module_memory.make_private()
         for region in self._regions.values():
             region.close()
-        self.wire_weights = self._gradients = self._masters = None
+        self._weights = {}
+        self._module_memory = self.wire_weights = self._gradients = self._masters = None
 
 
 def _protect(memory: mmap.mmap, protection: int) -> None:

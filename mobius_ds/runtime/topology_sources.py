@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
-import psutil
-
 from mobius_ds.planning.topology import TopologyError
+from mobius_ds.runtime.host_memory import total_dram
 
 MIB = 2**20
 
@@ -374,11 +373,5 @@ def read_sources(sysfs: Path = Path("/sys"), proc: Path = Path("/proc"), command
     cpuinfo = proc / "cpuinfo"
     flags = re.search(r"^flags\s*:.*$", cpuinfo.read_text() if cpuinfo.is_file() else "", re.MULTILINE)
     sources.hypervisor = flags is not None and "hypervisor" in flags[0].split()
-    sources.dram_bytes = _dram_bytes(sysfs)
+    sources.dram_bytes = total_dram(sysfs, proc)
     return sources
-
-
-def _dram_bytes(sysfs: Path) -> int:
-    """The machine's DRAM, or less where a container's control group caps it."""
-    caps = [_number(_attribute(sysfs / "fs" / "cgroup", name)) for name in ("memory.max", "memory/memory.limit_in_bytes")]
-    return min([psutil.virtual_memory().total, *(cap for cap in caps if cap)])
