@@ -116,7 +116,11 @@ def _language_model(name: str, content: Dict[str, Any]) -> nn.Module:
     if model_type not in transformers.CONFIG_MAPPING:
         raise UnknownModel(f"the config of {name} has model_type {model_type!r}, which transformers "
                            f"{transformers.__version__} does not know")
-    config = transformers.CONFIG_MAPPING[model_type].from_dict(content)
+    try:
+        config = transformers.CONFIG_MAPPING[model_type].from_dict(content)
+    except Exception as error:  # of the many kinds by which transformers says that a value is not one for a key
+        raise UnknownModel(f"transformers cannot read the config of {name}; correct it ({type(error).__name__}: "
+                           f"{error})") from None
     config.use_cache = False  # training has no use for keys and values of earlier tokens
     # A GPU's fused attention draws its dropout mask again in the backward. The CPU's cannot, so with dropout another
     # one is traced, which would hold all scores in memory.

@@ -6,6 +6,7 @@ whole. There are two kinds. *Layers* are the entries of the model's outermost ``
 modules that own parameters and hold no layer: embeddings, final norms, heads.
 """
 
+import difflib
 import fnmatch
 from dataclasses import dataclass
 from typing import Dict, Iterator, List, Optional, Sequence, Tuple
@@ -36,7 +37,7 @@ def find_units(model: nn.Module, patterns: Optional[Sequence[str]] = None,
         layers: the layers themselves, for models that list them (a pipeline module).
 
     Raises:
-        NotSplittable: no layers were found.
+        NotSplittable: no layers were found, or none by one of the patterns.
     """
     if layers is None:
         layers = _matching(model, patterns) if patterns else list(_container_entries(model))
@@ -80,9 +81,16 @@ def _container_entries(module: nn.Module) -> Iterator[nn.Module]:
 
 def _matching(model: nn.Module, patterns: Sequence[str]) -> List[nn.Module]:
     found: List[str] = []
-    for name, _ in model.named_modules():
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            near = difflib.get_close_matches(pattern, names, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f". Its modules are {', '.join(names[:10])}, ..."
+            raise NotSplittable(f"no module of {type(model).__name__} matches the pattern {pattern!r} in "
+                                f"\"mobius\": {{\"layers\": ...}}{hint}")
+    for name in names:
         inside_match = any(name.startswith(outer + ".") for outer in found)
-        if name and not inside_match and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+        if not inside_match and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
             found.append(name)
     return [model.get_submodule(name) for name in found]
 

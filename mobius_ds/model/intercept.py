@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from mobius_ds.model.discovery import Units
+from mobius_ds.model.wrappers import forward_of
 
 Handler = Callable[[str, Callable, tuple, dict], Any]
 """Called in place of a unit's forward with the unit's name, its own forward, and the arguments."""
@@ -27,7 +28,7 @@ class Entry(nn.Module):
     def __init__(self, model: nn.Module, function: Callable = None):
         super().__init__()
         self.model = model
-        self._function = function or model.forward
+        self._function = function or forward_of(model)
         self.name = getattr(self._function, "__qualname__", repr(self._function))
 
     def forward(self, *args, **kwargs):
@@ -48,8 +49,12 @@ class Entry(nn.Module):
         try:
             for holder, attribute, name in self._places():
                 if name in parameters:
-                    replaced.append((holder, attribute, holder[attribute]))
+                    parameter = holder[attribute]
+                    replaced.append((holder, attribute, parameter))
                     holder[attribute] = parameters[name]
+                    # What libraries have noted on it, such as a status or a flag.
+                    parameters[name].__dict__.update({key: value for key, value in parameter.__dict__.items()
+                                                      if not key.startswith("_")})
             yield
         finally:
             for holder, attribute, parameter in replaced:

@@ -62,6 +62,12 @@ class Unavailable:
         raise AttributeError(f"the model returned a {self._kind}, which does not leave the Mobius pipeline "
                              f"(asked for its attribute {name!r}); for a key-value cache pass use_cache=False")
 
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Unavailable) and other._kind == self._kind
+
+    def __hash__(self) -> int:
+        return hash(self._kind)
+
     def __getstate__(self) -> str:
         return self._kind
 

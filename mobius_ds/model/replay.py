@@ -17,12 +17,14 @@ from dataclasses import dataclass, field
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from mobius_ds.model.discovery import Units
 from mobius_ds.model.errors import WAY_OUT, NotSplittable
 from mobius_ds.model.intercept import Entry, intercepted
 from mobius_ds.model.program import Program, SameAsArgument, Span, TensorSpec, Value
+from mobius_ds.model.structures import flatten, unflatten
+from mobius_ds.model.wrappers import unwrapped
 
 Reseed = Callable[[int], None]
 """Seeds the random generators for point number ``n`` of a forward: 2k at the entry of call k, 2k+1 at its exit."""
@@ -77,7 +79,7 @@ def replayed(entry: Entry, units: Units, program: Program, span: Span, parameter
     """Runs one stage and yields what it hands over.
 
     The stage's parameters stay in place while the block runs, because a backward inside it may run a
-    layer's forward again (activation checkpointing asked for by the user).
+    layer's forward again (activation checkpointing by a function of the model's own; torch's is set aside).
 
     Args:
         span: the stage's calls.
@@ -90,7 +92,7 @@ def replayed(entry: Entry, units: Units, program: Program, span: Span, parameter
     """
     replay = _Replay(program, span, received, reseed)
     stand_ins = _stand_ins(entry, parameters)
-    with intercepted(units, replay.call), entry.replaced({**stand_ins, **parameters}):
+    with unwrapped(entry.model), intercepted(units, replay.call), entry.replaced({**stand_ins, **parameters}):
         reseed(0)
         try:
             outputs = entry(*args, **kwargs)
@@ -141,7 +143,7 @@ class _Replay:
         return outputs
 
     def _run_again(self, unit: str, forward: Callable, args: tuple, kwargs: dict) -> Any:
-        """Activation checkpointing asked for by the user runs a call a second time, last call of a unit first."""
+        """An activation checkpointing of the model's own runs a call a second time, last call of a unit first."""
         if not self._ran[unit]:
             raise NotSplittable(f"activation checkpointing runs module {unit!r} again together with others, but a stage "
                                 f"has only its own. Turn activation checkpointing off: Mobius recomputes every stage "
@@ -157,11 +159,12 @@ class _Replay:
         """Takes the model's own return."""
         if self._span.stop < min(self._index, self._program.end):
             raise NotSplittable("the model's own forward caught the exception by which a stage leaves it: a bare "
-                                f"'except:' or 'except BaseException:' around its modules' calls. Catch Exception. {WAY_OUT}")
+                                f"'except:' or 'except BaseException:' around its modules' calls. Catch "
+                                f"Exception. {WAY_OUT}")
         if self._index != self._program.end:
             raise NotSplittable(f"the model returned after {self._index} calls of its modules, where {self._program.end} "
                                 f"were made when the same kind of input was traced. {WAY_OUT}")
-        self.handover.outputs = tree_flatten(outputs)
+        self.handover.outputs = flatten(outputs)
 
     def _check(self, unit: str, index: int) -> None:
         expected = self._program.calls[index].unit
@@ -182,7 +185,7 @@ class _Replay:
                 leaves.append(self._given(Value(index, position), known, device))
             else:
                 leaves.append(known)
-        return tree_unflatten(leaves, call.structure)
+        return unflatten(leaves, call.structure)
 
     def _given(self, value: Value, spec: TensorSpec, device: Optional[torch.device]) -> torch.Tensor:
         # What the model's code writes into must be a tensor of its own.
@@ -193,7 +196,7 @@ class _Replay:
     def _kept(self, index: int, outputs: Any) -> Any:
         """Keeps what later stages need of a call's output, and returns the output for the model's code."""
         call = self._program.calls[index]
-        leaves, structure = tree_flatten(outputs)
+        leaves, structure = flatten(outputs)
         if structure != call.structure:
             raise NotSplittable(f"module {call.unit!r} returned {structure} where {call.structure} was traced: what "
                                 f"layers return must be the same in every forward. {WAY_OUT}")
@@ -209,7 +212,7 @@ class _Replay:
             self.handover.values[value] = leaf
             if value in self._program.overwritten:  # the next stage starts from it as it is now
                 leaves[position] = leaf.clone()
-                outputs = tree_unflatten(leaves, structure)
+                outputs = unflatten(leaves, structure)
         return outputs
 
 

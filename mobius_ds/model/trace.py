@@ -10,7 +10,7 @@ and parameters used outside any unit. What a call's arguments originate from is 
 import copy
 import logging
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Callable, Dict, FrozenSet, Iterator, List, NamedTuple, Optional, Set, Tuple, Union
 
 import torch
@@ -25,6 +25,8 @@ from mobius_ds.model.discovery import Units
 from mobius_ds.model.errors import WAY_OUT, NotSplittable
 from mobius_ds.model.intercept import Entry, intercepted
 from mobius_ds.model.program import PLAIN_TYPES, Call, Program, SameAsArgument, TensorSpec, Value, plain
+from mobius_ds.model.structures import flatten, unflatten
+from mobius_ds.model.wrappers import unwrapped
 
 
 class ParameterOrigin(NamedTuple):
@@ -40,7 +42,14 @@ class Internal(NamedTuple):
     unit: str
 
 
-Origins = FrozenSet[Union[Value, ParameterOrigin, Internal]]
+@dataclass(frozen=True)
+class Untold:
+    """A number among a forward's arguments that the trace keeps to itself: the forward gets a fake tensor instead."""
+
+    number: Union[int, float]
+
+
+Origins = FrozenSet[Union[Value, ParameterOrigin, Internal, Untold]]
 NO_ORIGINS: Origins = frozenset()
 NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException,
               UnsupportedOperatorException)
@@ -61,10 +70,10 @@ def trace(entry: Entry, units: Units, args: tuple, kwargs: dict, device: torch.d
             parameters are meta tensors too large to stand in for.
     """
     recorder = _Recorder(entry, units, device)
-    with entry.scratch_buffers() as buffers, quiet(FAKE_TENSOR_LOGGER), recorder.mode, \
+    with entry.scratch_buffers() as buffers, quiet(FAKE_TENSOR_LOGGER), recorder.mode, unwrapped(entry.model), \
             intercepted(units, recorder.call), entry.replaced(recorder.parameters):
         try:
-            outputs = entry(*args, **kwargs)
+            outputs = entry(*recorder.told(args), **recorder.told(kwargs))
         except NEEDS_DATA as error:
             last = recorder.calls[-1].unit if recorder.calls else None
             where = f"after its module {last!r}" if last else "before its first module with parameters"
@@ -125,6 +134,8 @@ class _OriginMode(TorchDispatchMode):
         origins = self.origins((args, kwargs))
         if self.inside is not None:
             origins |= {Internal(self.inside)}
+        if func is torch.ops.aten.index.Tensor:
+            args = (args[0], _with_known_masks_as_positions(args[1]))
         outputs = func(*args, **kwargs)
         if origins:
             # A view of an argument shares its storage and so has its origins already.
@@ -144,9 +155,8 @@ class _OriginMode(TorchDispatchMode):
     def origins(self, tree: Any) -> Origins:
         """What the tensors of a tree were computed from."""
         found = NO_ORIGINS
-        for leaf in tree_leaves(tree):
-            if isinstance(leaf, torch.Tensor):
-                found |= self._origins.get(storage_key(leaf), NO_ORIGINS)
+        for tensor in _tensors_in(tree):
+            found |= self._origins.get(storage_key(tensor), NO_ORIGINS)
         return found
 
     def mark(self, tree: Any, origins: Origins) -> None:
@@ -157,6 +167,29 @@ class _OriginMode(TorchDispatchMode):
                 self._alive.append(storage)  # its address is the key, so it must not be reused
                 key = storage_key(leaf)
                 self._origins[key] = self._origins.get(key, NO_ORIGINS) | origins
+
+
+def _with_known_masks_as_positions(indices: List[Optional[torch.Tensor]]) -> List[Optional[torch.Tensor]]:
+    """The indices of ``x[...]``, where a mask computed from inputs alone says already how much of a fake ``x`` is taken."""
+    known: List[Optional[torch.Tensor]] = []
+    for index in indices:
+        is_known_mask = index is not None and index.dtype == torch.bool and not isinstance(index, FakeTensor)
+        known += index.nonzero().unbind(1) if is_known_mask else [index]
+    return known
+
+
+def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a tree, and those that objects in it hold (a key-value cache that starts with a trained prefix)."""
+    found, seen = tree_leaves(tree), set()
+    while found:
+        leaf = found.pop()
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif isinstance(leaf, (dict, list, tuple)):
+            found += tree_leaves(leaf)
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, (type, torch.nn.Module)) and id(leaf) not in seen:
+            seen.add(id(leaf))
+            found += vars(leaf).values()
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -183,16 +216,26 @@ class _Recorder:
             self.mode.mark(fake, frozenset([ParameterOrigin(name)]))
             self.parameters[name] = fake
 
+    def told(self, arguments: Any) -> Any:
+        """A forward's arguments as it may see them."""
+        return tree_map(lambda leaf: self._kept_secret(leaf) if isinstance(leaf, Untold) else leaf, arguments)
+
+    def _kept_secret(self, untold: Untold) -> FakeTensor:
+        dtype = torch.float64 if isinstance(untold.number, float) else torch.int64
+        fake = self._fake_like(TensorSpec((), (), dtype, requires_grad=False))
+        self.mode.mark(fake, frozenset([untold]))
+        return fake
+
     def call(self, unit: str, forward, args: tuple, kwargs: dict) -> Any:
         """Writes down one call and returns fresh fake tensors, whose only origin is this call."""
         index = len(self.calls)
+        arguments, _ = flatten((args, kwargs))
         self.calls.append(self._call(unit, (args, kwargs)))
         self.mode.inside = unit
         try:
             leaves, structure = self._estimate(unit, forward, args, kwargs)
         finally:
             self.mode.inside = None
-        arguments = tree_leaves((args, kwargs))
         returns, produced = [], []
         for position, leaf in enumerate(leaves):
             same = next((i for i, argument in enumerate(arguments) if argument is leaf and torch.is_tensor(leaf)), None)
@@ -207,21 +250,21 @@ class _Recorder:
                 returns.append(plain(leaf))
             produced.append(leaf)
         self.calls[index] = replace(self.calls[index], returns=tuple(returns), structure=structure)
-        return tree_unflatten(produced, structure)
+        return unflatten(produced, structure)
 
     def finish(self, outputs: Any) -> None:
         """Writes down the model's return."""
-        leaves, structure = tree_flatten(outputs)
+        leaves, structure = flatten(outputs)
         returns = tuple(TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else plain(leaf) for leaf in leaves)
         self.calls.append(replace(self._call("", outputs), returns=returns, structure=structure))
         for value, fake in self._made.items():
             graded = self.calls[value.call].returns[value.leaf].requires_grad
-            if fake.requires_grad and not graded and storage_key(fake) not in self.mode.written:
+            # A leaf was told to require a gradient (a hook on an embedding whose layers are adapted): nobody needs it.
+            if fake.requires_grad and not fake.is_leaf and not graded and storage_key(fake) not in self.mode.written:
                 unit = self.calls[value.call].unit
                 raise NotSplittable(f"module {unit!r} is called without gradients inside a function that computes them "
-                                    f"(reentrant activation checkpointing), so its stage cannot. Turn activation "
-                                    f"checkpointing off, as Mobius recomputes every stage anyway, or set "
-                                    f"use_reentrant=False.")
+                                    f"(an activation checkpointing of its own), so its stage cannot. Turn that off, as "
+                                    f"Mobius recomputes every stage anyway, or use torch.utils.checkpoint.")
 
     def overwritten(self) -> FrozenSet[Value]:
         """The values that were written into after they were made."""
@@ -258,6 +301,8 @@ class _Recorder:
             try:
                 self._similar[key] = self._run_on_fakes(unit, forward, args, kwargs)
             except Exception as error:  # whatever an operation without a fake version raises
+                if any(isinstance(origin, Untold) for origin in self.mode.origins((args, kwargs))):
+                    raise
                 nbytes = sum(TensorSpec.of(parameter).nbytes for parameter in self._units.modules[unit].parameters())
                 if self._weightless and nbytes > LARGEST_ON_ZEROS:
                     raise needs_weights(unit, nbytes, error) from error
@@ -277,7 +322,7 @@ class _Recorder:
 
     def _run_on_fakes(self, unit: str, forward, args: tuple, kwargs: dict) -> Estimate:
         """The unit's output without its arithmetic."""
-        leaves, structure = tree_flatten(forward(*tree_map(_private, args), **tree_map(_private, kwargs)))
+        leaves, structure = flatten(forward(*tree_map(_private, args), **tree_map(_private, kwargs)))
         tensors = {index: leaf for index, leaf in enumerate(tree_leaves((args, kwargs))) if isinstance(leaf, torch.Tensor)}
         return Estimate(_with_arguments_named(leaves, tensors), structure,
                         [index for index, tensor in tensors.items() if Internal(unit) in self.mode.origins(tensor)])
@@ -301,7 +346,7 @@ class _Recorder:
                 tensors = {index: leaf for index, leaf in enumerate(arguments) if isinstance(leaf, torch.Tensor)}
                 before = {index: tensor._version for index, tensor in tensors.items()}
                 zero_args, zero_kwargs = tree_unflatten(arguments, nesting)
-                leaves, structure = tree_flatten(functional_call(module, weights, zero_args, zero_kwargs))
+                leaves, structure = flatten(functional_call(module, weights, zero_args, zero_kwargs))
                 return Estimate(_with_arguments_named(leaves, tensors), structure,
                                 [index for index, tensor in tensors.items() if tensor._version != before[index]])
         finally:
@@ -341,6 +386,6 @@ def _private(leaf: Any) -> Any:
     if isinstance(leaf, (torch.Tensor, *PLAIN_TYPES)):
         return leaf
     try:
-        return copy.deepcopy(leaf)
+        return copy.deepcopy(leaf, {id(tensor): tensor for tensor in _tensors_in(leaf)})
     except Exception:  # whatever the object's own copying raises
         return leaf

@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import List, Sequence
 
+from mobius_ds.plugin import import_hook
+
 MODULE_FLAG = "-m"
 
 
@@ -47,8 +49,40 @@ def _make_importable_in_children() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join([folder, *filter(None, paths)])
 
 
+def let_accelerate_run_on_cpu() -> None:
+    """Gives Accelerate's processes gloo where there are several of them and no GPU. Calling it again changes nothing.
+
+    DeepSpeed trains on such a machine. But Accelerate, asked for DeepSpeed, looks for the backends of GPUs alone and takes
+    each process for the only one; and told to use the CPU, it connects the processes behind DeepSpeed's back, which then
+    takes each for the only one. It concerns both values of the flag alike.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        import_hook.after_import("accelerate", _choose_gloo_without_a_gpu)
+
+
+def _choose_gloo_without_a_gpu() -> None:
+    from accelerate.state import DistributedType, PartialState
+
+    choose = PartialState._prepare_backend
+    if hasattr(choose, "mobius_ds"):
+        return
+
+    def _prepare_backend(self, *args, **kwargs):
+        backend, kind = choose(self, *args, **kwargs)
+        if kind not in (DistributedType.NO, DistributedType.MULTI_CPU):
+            return backend, kind
+        import deepspeed
+
+        deepspeed.init_distributed("gloo", verbose=False)
+        return "gloo", DistributedType.MULTI_CPU
+
+    _prepare_backend.mobius_ds = True
+    PartialState._prepare_backend = _prepare_backend
+
+
 def run_script(arguments: List[str]) -> None:
     """Runs one rank: ``[--local_rank=R] [-m] SCRIPT ARGS...`` as Python itself would, the plugin being loaded."""
+    let_accelerate_run_on_cpu()
     local_rank = [arguments.pop(0)] if arguments[0].startswith("--local_rank=") else []
     as_module = arguments[0] == MODULE_FLAG
     script, *rest = arguments[1:] if as_module else arguments
@@ -56,6 +90,8 @@ def run_script(arguments: List[str]) -> None:
     if as_module:
         runpy.run_module(script, run_name="__main__", alter_sys=True)
         return
+    if not os.path.exists(script):
+        sys.exit(f"mobius-ds: there is no script {script}")
     if not sys.flags.safe_path:
         # ``python -m`` has put the working directory first, where a script expects its own folder.
         sys.path[0] = str(Path(script).resolve().parent)

@@ -1,9 +1,11 @@
 """Models of many shapes, stage by stage, against themselves unsplit: equal bit for bit."""
 
+from functools import partial
 from typing import NamedTuple
 
 import pytest
 import torch
+from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -597,29 +599,79 @@ class Dropped(nn.Module):
 class Checkpoints(Base):
     """Every layer under activation checkpointing, the first one twice."""
 
-    reentrant = None
-
-    def __init__(self):
+    def __init__(self, checkpoint=None):
         super().__init__(Dropped)
+        self.checkpoint = checkpoint
 
     def forward(self, x):
         for block in [*self.blocks, self.blocks[0]]:
-            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+            x = block(x) if self.checkpoint is None else self.checkpoint(block, x)
         return x
 
 
+def checkpointed(checkpoint):
+    """Trains alike models without and with checkpoints: both runs, and how often each ran a block."""
+    plain, model = Checkpoints(), Checkpoints(checkpoint)
+    model.load_state_dict(plain.state_dict())
+    calls = {plain: [], model: []}
+    for each in calls:
+        for block in each.blocks:
+            block.register_forward_pre_hook(lambda *_, seen=calls[each]: seen.append(1))
+    return plain, model, calls
+
+
+TORCHS_CHECKPOINTS = [partial(checkpoint, use_reentrant=reentrant) for reentrant in (False, True)]
+
+
 @pytest.mark.parametrize("stages", [1, 2, 4])
-def test_checkpointed_layers_draw_the_same_masks_again(stages):
-    model = Checkpoints()
-    plain = run_split(model, X, stages=stages, seed=9)
-    model.reentrant = False
-    assert_same(run_split(model, X, stages=stages, seed=9), plain)
+@pytest.mark.parametrize("kind", TORCHS_CHECKPOINTS, ids=["non-reentrant", "reentrant"])
+def test_checkpointed_layers_are_recomputed_once_with_the_same_masks(kind, stages):
+    plain, model, calls = checkpointed(kind)
+    assert_same(run_split(model, X, stages=stages, seed=9), run_split(plain, X, stages=stages, seed=9))
+    assert len(calls[model]) == len(calls[plain])
 
 
-def test_reentrant_checkpoints_around_layers_are_refused():
-    model = Checkpoints()
-    model.reentrant = True
-    with pytest.raises(NotSplittable, match="'blocks.0' is called without gradients.*use_reentrant=False"):
+def test_a_checkpointing_function_of_its_own_draws_the_same_masks_again():
+    plain, model, calls = checkpointed(non_reentrant_checkpoint)
+    assert_same(run_split(model, X, seed=9), run_split(plain, X, seed=9))
+    assert len(calls[model]) > len(calls[plain])  # nobody knows it for one, so it recomputes
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_layers_of_two_stages(reentrant):
+    model = checkpointed_in_pairs(lambda layers, x: checkpoint_sequential(layers, 2, x, use_reentrant=reentrant))
+    assert_same(run_split(model, X.clone().requires_grad_(), stages=4), run_unsplit(model, X.clone().requires_grad_()))
+
+
+def test_a_checkpointing_function_of_its_own_around_layers_of_two_stages_is_an_error():
+    model = checkpointed_in_pairs(lambda layers, x: non_reentrant_checkpoint(nn.Sequential(*layers), x))
+    with pytest.raises(NotSplittable, match="Turn activation checkpointing off"):
+        run_split(model, X, stages=4)
+
+
+def checkpointed_in_pairs(run) -> nn.Module:
+
+    class Model(Base):
+
+        def __init__(self):
+            super().__init__(count=4)
+
+        def forward(self, x):
+            return run(list(self.blocks), x)
+
+    return Model()
+
+
+class OwnReentrantCheckpoint(torch.autograd.Function):
+
+    @staticmethod
+    def forward(ctx, block, x):
+        return block(x)
+
+
+def test_a_reentrant_checkpointing_function_of_its_own_is_refused():
+    model = Checkpoints(OwnReentrantCheckpoint.apply)
+    with pytest.raises(NotSplittable, match="'blocks.0' is called without gradients.*use torch.utils.checkpoint"):
         run_split(model, X.clone().requires_grad_())
 
 
@@ -635,17 +687,47 @@ def test_layers_that_the_model_runs_without_gradients():
     assert check(Model(), X).gradients["blocks.0.weight"] is None
 
 
-def test_a_checkpoint_around_layers_of_two_stages_is_an_error():
+def test_positions_selected_by_a_mask_of_the_inputs():
 
     class Model(Base):
 
+        def forward(self, x, mask):
+            for block in self.blocks:
+                x = functional.gelu(block(x))
+            return x.new_zeros(mask.shape).masked_scatter(mask, x[mask].pow(2).sum(-1))
+
+    check(Model(), X, torch.tensor([True, False, True]))
+
+
+class Holder:
+    """An object that the model fills and hands to its layers, which add to it: a cache that starts with a prefix."""
+
+    def __init__(self, start):
+        self.entries = {"start": [start]}
+
+
+class Prefixed(Base):
+
+    class Layer(nn.Module):
+
         def __init__(self):
-            super().__init__(count=4)
+            super().__init__()
+            self.inner = linear()
 
-        def forward(self, x):
-            return checkpoint_sequential(list(self.blocks), 2, x, use_reentrant=False)
+        def forward(self, x, holder):
+            holder.entries["start"].append(x)
+            return self.inner(x) * holder.entries["start"][0]
 
-    model = Model()
-    assert_same(run_split(model, X, stages=1), run_unsplit(model, X))
-    with pytest.raises(NotSplittable, match="Turn activation checkpointing off"):
-        run_split(model, X, stages=4)
+    def __init__(self):
+        super().__init__(self.Layer)
+        self.prefix = nn.Embedding(3, WIDTH)
+
+    def forward(self, x):
+        holder = Holder(self.prefix(torch.arange(3)))
+        for block in self.blocks:
+            x = block(x, holder)
+        return x
+
+
+def test_what_an_object_holds_for_the_layers_reaches_every_stage():
+    check(Prefixed(), X)

@@ -65,13 +65,15 @@ def test_dropout_masks_do_not_depend_on_where_the_model_is_cut(name):
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
 def test_activation_checkpointing_that_the_user_has_on(name, reentrant, dropout):
-    plain = run_split(build(name, dropout), seed=5, **batch(name))
+    without = build(name, dropout)
+    without.config.use_cache = False  # as with activation checkpointing
+    plain = run_split(without, seed=5, **batch(name))
     model = build(name, dropout)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    # T5 hands its blocks their arguments otherwise then. Another dropout mask would be far off.
+    assert_same(run_split(model, seed=5, **batch(name)), plain, close=name == "t5")
     if dropout == 0:
-        assert_same(run_split(model, **batch(name)), run_unsplit(model, **batch(name)))
-    # Without it the gradients within a block add up in another order. Another dropout mask would be far off.
-    assert_same(run_split(model, seed=5, **batch(name)), plain, close=True)
+        assert_same(run_split(model, **batch(name)), run_unsplit(model, **batch(name)), close=name == "t5")
 
 
 def test_the_blocks_are_the_layers():

@@ -73,6 +73,36 @@ def test_a_rank_runs_its_script_as_python_would(tmp_path, as_module, local_rank)
     assert done.stdout.split() == ["__main__", "True", str(tmp_path / "rank.py"), *local_rank, "--x"], done.stderr
 
 
+CHOICE = """
+from mobius_ds.plugin.launcher import let_accelerate_run_on_cpu
+from accelerate.state import DistributedType, PartialState
+
+if {gpu}:
+    PartialState._prepare_backend = lambda self, *_: ("nccl", DistributedType.MULTI_GPU)
+let_accelerate_run_on_cpu()
+let_accelerate_run_on_cpu()
+print(PartialState._prepare_backend(object.__new__(PartialState), {cpu}, False, None))
+"""
+
+
+@pytest.mark.parametrize("ranks, gpu, cpu, chosen", [
+    (1, False, False, "(None, <DistributedType.NO: 'NO'>)"),
+    (2, False, False, "('gloo', <DistributedType.MULTI_CPU: 'MULTI_CPU'>)"),
+    (2, False, True, "('gloo', <DistributedType.MULTI_CPU: 'MULTI_CPU'>)"),
+    (2, True, False, "('nccl', <DistributedType.MULTI_GPU: 'MULTI_GPU'>)"),
+])
+def test_accelerate_gets_gloo_where_there_is_no_gpu(ranks, gpu, cpu, chosen):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    started = [subprocess.Popen([sys.executable, "-c", CHOICE.format(gpu=gpu, cpu=cpu)], text=True, stdout=subprocess.PIPE,
+                                env={**os.environ, "PYTHONPATH": str(ROOT), "WORLD_SIZE": str(ranks), "RANK": str(rank),
+                                     "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+               for rank in range(ranks)]
+    for process in started:
+        assert process.communicate(timeout=100)[0].splitlines()[-1] == chosen
+
+
 def test_a_checkout_is_importable_in_children(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
     launcher._make_importable_in_children()
