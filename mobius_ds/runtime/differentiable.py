@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
-from torch.utils._pytree import tree_unflatten
 
 from mobius_ds.model.program import TensorSpec
+from mobius_ds.model.structures import unflatten
 from mobius_ds.runtime.deferred import DeferredTensor
 from mobius_ds.runtime.pipeline import Pipeline
 from mobius_ds.runtime.sweep import Sweep
@@ -27,7 +27,7 @@ def run(pipeline: Pipeline, args: tuple, kwargs: dict, seed: Tuple[int, int]) ->
     with computing(pipeline.device.torch_device):
         sweep, [(leaves, structure)] = pipeline.forward([(args, kwargs)], [seed])
     forward = _Forward(pipeline, sweep, torch.is_grad_enabled())
-    return tree_unflatten(forward.leaves(leaves), structure)
+    return unflatten(forward.leaves(leaves), structure)
 
 
 @contextmanager
@@ -104,10 +104,8 @@ class _Forward:
         if self._released:
             raise RuntimeError("backward through the same forward a second time: its boundary activations are freed. "
                                "Pass retain_graph=True to the first backward.")
-        # The loss of a job is the mean over its ranks' losses.
         with computing(self._device, self._autocast):
-            self._pipeline.backward(self._sweep, [{leaf: gradient / self._pipeline.world_size
-                                                   for leaf, gradient in gradients.items()}])
+            self._pipeline.backward(self._sweep, [gradients])
         self._nodes_to_come -= 1
         if self._nodes_to_come <= 0 and not torch._C._autograd._get_current_graph_task_keep_graph():
             self.release()

@@ -3,7 +3,7 @@
 A device has two, used in turn; see Note [two of each] in the schedule.
 """
 
-from typing import Dict, List, NamedTuple, Sequence, Tuple
+from typing import AbstractSet, Dict, List, NamedTuple, Sequence, Tuple
 
 import torch
 
@@ -61,12 +61,17 @@ class StageMemory:
             flat.zero_()
             for name, start in group.offsets:
                 parameter = self.parameters[name]
-                parameter.register_post_accumulate_grad_hook(
-                    _adds_to(flat[start:start + parameter.numel()].view(parameter.shape)))
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(
+                        _adds_to(flat[start:start + parameter.numel()].view(parameter.shape)))
 
-    def wire(self) -> List[torch.Tensor]:
-        """The accumulated gradients as they travel, one flat device tensor per group."""
-        return [flat.to(group.dtype) for group, flat in zip(self.groups, self.accumulators)]
+    def wire(self, replicas: int) -> List[torch.Tensor]:
+        """The accumulated gradients as they travel, one flat device tensor per group: the mean over replicas.
+
+        The mean is taken here and not of the loss, so that in fp16 a backward sees the numbers, and overflows where, it
+        does under ZeRO-3.
+        """
+        return [flat.div_(replicas).to(group.dtype) for group, flat in zip(self.groups, self.accumulators)]
 
 
 def _adds_to(accumulator: torch.Tensor):
@@ -87,6 +92,11 @@ class Slots:
         self._weights: List[torch.Tensor] = []
         self._gradients: List[torch.Tensor] = []
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots and gradient buffers."""
+        return sum(buffer.nbytes for buffer in (*self._weights, *self._gradients))
+
     def reserve(self, weight_bytes: int, gradient_bytes: int) -> None:
         """Makes every slot large enough for any stage of this GPU.
 
@@ -99,8 +109,13 @@ class Slots:
         self._weights = self._grown(self._weights, weight_bytes, "the weights of two stages")
         self._gradients = self._grown(self._gradients, gradient_bytes, "the gradients of two stages")
 
-    def weights(self, number: int, names: Sequence[str], category: str) -> Dict[str, torch.Tensor]:
-        """Copies parameters from DRAM into slot ``number mod 2`` and returns them as leaves of a new graph."""
+    def weights(self, number: int, names: Sequence[str], category: str,
+                frozen: AbstractSet[str] = frozenset()) -> Dict[str, torch.Tensor]:
+        """Copies parameters from DRAM into slot ``number mod 2`` and returns them as leaves of a new graph.
+
+        Args:
+            frozen: those that require no gradient this time, besides those that are never trained.
+        """
         layout, buffer = self._store.layout, self._weights[number % DEPTH]
         slot = layout.weights(names)
         start = 0
@@ -113,7 +128,7 @@ class Slots:
             entry = layout.entries[name]
             offset = offset_in(slot, entry.weight.start)
             flat = buffer[offset:offset + entry.weight.nbytes].view(entry.dtype)
-            parameters[name] = flat.view(entry.shape).detach().requires_grad_(entry.trainable)
+            parameters[name] = flat.view(entry.shape).detach().requires_grad_(entry.trainable and name not in frozen)
         return parameters
 
     def accumulators(self, number: int, groups: Sequence[GradientGroup]) -> List[torch.Tensor]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple
 
 from mobius_ds.model.intercept import Entry
+from mobius_ds.model.mode import Mode
 from mobius_ds.model.program import Program, Span, Value
 from mobius_ds.planning.plan import Plan
 from mobius_ds.planning.schedule import Volumes
@@ -43,6 +44,8 @@ class Sweep:
 
     number: int
     entry: Entry
+    mode: Mode
+    """Of the model when the forward was called; whatever is computed again is computed in it."""
     microbatches: List[Microbatch]
     stage_parameters: Tuple[Tuple[str, ...], ...]
     """Names of the parameters each stage needs for any of the microbatches."""
@@ -56,6 +59,11 @@ class Sweep:
     def home(self) -> List[int]:
         """The home rank of each microbatch."""
         return [microbatch.home for microbatch in self.microbatches]
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks gave microbatches. The loss of a job is the mean over theirs."""
+        return len(set(self.home))
 
 
 def stage_parameters(plan: Plan, microbatches: Sequence[Microbatch],

@@ -67,7 +67,7 @@ def test_gradients_of_one_dtype_travel_together(store):
     assert gradient_groups(store.layout, FROZEN) == ()
 
 
-def test_gradients_add_up_in_fp32_and_travel_in_their_own_dtype(store, slots):
+def test_gradients_add_up_in_fp32_and_travel_as_a_mean_in_their_own_dtype(store, slots):
     names = ("a", "b", "c", "d", "f")
     groups = gradient_groups(store.layout, names)
     memory = StageMemory(slots.weights(1, names, "parameters_in"), groups, slots.accumulators(1, groups))
@@ -76,9 +76,9 @@ def test_gradients_add_up_in_fp32_and_travel_in_their_own_dtype(store, slots):
     memory.accumulate()
     for scale in (1.0, 1 / 512):  # in bf16, 1 + 1/512 would still be 1
         memory.accumulate()
-        sum(scale * parameter.float().sum() for parameter in memory.parameters.values()).backward()
+        sum(2 * scale * parameter.float().sum() for parameter in memory.parameters.values()).backward()
         assert all(parameter.grad is None for parameter in memory.parameters.values())
-    for group, flat, wire in zip(memory.groups, memory.accumulators, memory.wire()):
+    for group, flat, wire in zip(memory.groups, memory.accumulators, memory.wire(replicas=2)):
         assert flat.dtype == torch.float32 and wire.dtype == group.dtype
         for name, start in group.offsets:
             count = memory.parameters[name].numel()
