@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         f"first under ZeRO-3, the third under ZeRO-3 without {', '.join(SIZE_SETTINGS)} "
                         f"({DEFAULTS_ARM_STEPS} steps at most). Default: all that differ")
     parser.add_argument("--out", type=Path, default=Path("mobius_compare"), help="folder for report, plots and logs")
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="precision (default: the config's)")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="precision (default: the config's)")
     parser.add_argument("script_args", nargs="*", metavar="-- SCRIPT_ARGS", help="passed on to the script")
 
 
@@ -102,16 +102,19 @@ def main(args: argparse.Namespace) -> int:
         # A job scheduler's SIGTERM has to take the ranks along as ctrl-C does.
         with _as_interrupt(signal.SIGTERM):
             records = {arm.name: _run(arm, args, console) for arm in arms}
+        report = build_report(records, dtype_of(records[arms[0].name][0]), machine_description())
+        write_report(report, args.out)
+        plots.draw(report, args.out)
     except CompareError as error:
         console.print(f"[red]mobius-ds compare:[/] {escape(str(error))}")
+        return 1
+    except OSError as error:
+        console.print(f"[red]mobius-ds compare:[/] cannot write {escape(str(error.filename or args.out))}: "
+                      f"{error.strerror}. Name a folder that can be written and has room with --out")
         return 1
     except KeyboardInterrupt:
         console.print("interrupted; all processes stopped")
         return INTERRUPTED
-
-    report = build_report(records, dtype_of(arms[0].config), machine_description())
-    write_report(report, args.out)
-    plots.draw(report, args.out)
     return _show(report, args.out, console)
 
 
@@ -128,10 +131,7 @@ def choose_arms(args: argparse.Namespace) -> List[Arm]:
                                f"{what} {path} does not exist")
     if args.ranks < 1 or args.steps < 1:
         raise CompareError(f"--ranks and --steps must be positive, got {args.ranks} and {args.steps}")
-    try:
-        config = _with_dtype(json.loads(args.config.read_text()), args.dtype)
-    except json.JSONDecodeError as error:
-        raise CompareError(f"{args.config} is not valid JSON: {error}") from None
+    config = _with_dtype(_read_config(args.config), args.dtype)
     zero = config.get("zero_optimization", {})
     if zero.get("stage") != 3:
         raise CompareError(f"{args.config} sets zero_optimization.stage to {zero.get('stage')}; only stage 3 is "
@@ -144,9 +144,21 @@ def choose_arms(args: argparse.Namespace) -> List[Arm]:
     return [_arm(name, args.steps, config) for name in dict.fromkeys(names)]
 
 
-def dtype_of(config: Dict[str, Any]) -> str:
-    """The precision a DeepSpeed config trains in: ``bf16``, ``fp16`` or ``fp32``."""
-    return next((dtype for dtype in ("bf16", "fp16") if config.get(dtype, {}).get("enabled")), "fp32")
+def _read_config(path: Path) -> Dict[str, Any]:
+    try:
+        config = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CompareError(f"{path} is not valid JSON: {error}") from None
+    except OSError as error:
+        raise CompareError(f"cannot read {path}: {error.strerror}") from None
+    if not isinstance(config, dict) or not isinstance(config.get("zero_optimization", {}), dict):
+        raise CompareError(f"{path} is not a DeepSpeed config: it and its zero_optimization must be JSON objects")
+    return config
+
+
+def dtype_of(record: Record) -> str:
+    """The precision a run trained in: ``bf16``, ``fp16`` or ``fp32``. The config may have left it to the script ("auto")."""
+    return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[record["dtype"]]
 
 
 def _arm(name: str, steps: int, config: Dict[str, Any]) -> Arm:

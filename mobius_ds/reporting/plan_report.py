@@ -60,8 +60,9 @@ def plan(args: argparse.Namespace) -> int:
         from mobius_ds.runtime.topology_detection import topology_by_name
 
         topology = topology_by_name(args.topology)
-        planned = make_best_plan(Request(_profile(args, topology), topology, args.microbatches or topology.size, args.strategy,
-                                         args.mapping, args.time_limit))
+        planned = make_best_plan(Request(_profile(args, topology), topology,
+                                         topology.size if args.microbatches is None else args.microbatches,
+                                         args.strategy, args.mapping, args.time_limit))
         show(planned, console)
         if args.out:
             write(planned, args.out)
@@ -79,17 +80,18 @@ def simulate(args: argparse.Namespace) -> int:
     console = Console()
     try:
         planned = from_json(args.plan)
-    except ValueError as error:
-        console.print(f"[red]mobius-ds simulate:[/] {escape(str(error))}", soft_wrap=True)
+        prediction = planned.prediction()
+        console.print(comparison_table(planned, [prediction]))
+        if args.trace:
+            timeline.write_chrome_trace(prediction.sweeps, args.trace)
+            console.print(f"{escape(str(args.trace))} written")
+        if args.png:
+            timeline.draw(prediction.sweeps, args.png, f"{planned.request.profile.name} on {planned.request.topology.name}")
+            console.print(f"{escape(str(args.png))} written")
+    except (ValueError, OSError) as error:  # no plan; or a place or a kind of file that cannot be written
+        said = f"cannot write {error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        console.print(f"[red]mobius-ds simulate:[/] {escape(said)}", soft_wrap=True)
         return 1
-    prediction = planned.prediction()
-    console.print(comparison_table(planned, [prediction]))
-    if args.trace:
-        timeline.write_chrome_trace(prediction.sweeps, args.trace)
-        console.print(f"{escape(str(args.trace))} written")
-    if args.png:
-        timeline.draw(prediction.sweeps, args.png, f"{planned.request.profile.name} on {planned.request.topology.name}")
-        console.print(f"{escape(str(args.png))} written")
     return 0
 
 

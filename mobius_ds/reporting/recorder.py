@@ -7,7 +7,9 @@
      "losses": [mean over the step's microbatches], "step_seconds": [...],
      "traffic": [{category: bytes}], "predicted_traffic": [...] or null, "delivered_bytes": [...],
      "peak_device_bytes", "peak_device_measure" (what that is),
-     "store_bytes" (Mobius' DRAM store on this node) or null, "pss_bytes"}
+     "store_bytes" (Mobius' DRAM store on this node) or null, "pss_bytes",
+     "pinned_bytes", "pageable_bytes" (of the host memory that Mobius copies from and to, what is pinned, and what could
+     not be; both null under ZeRO-3)}
 
 One entry a step in every list; bytes are this rank's. A loss is null when the script called ``loss.backward()``
 instead of ``engine.backward(loss)``. While it runs, rank 0 keeps the number of finished steps in
@@ -115,6 +117,7 @@ class Recorder:
             "peak_device_bytes": self._traffic.peak_device_bytes(),
             "peak_device_measure": self._traffic.peak_device_measure,
             "store_bytes": self._traffic.store_bytes(),
+            **dict(zip(("pinned_bytes", "pageable_bytes"), self._traffic.pinned_and_pageable_bytes())),
         }
 
     def _observe_forward(self, forward, *args, **kwargs):
@@ -206,6 +209,9 @@ class _MobiusSource:
     def store_bytes(self) -> Optional[int]:
         return self._engine.host_bytes_per_node()
 
+    def pinned_and_pageable_bytes(self) -> Tuple[Optional[int], Optional[int]]:
+        return self._engine.pinned_bytes(), self._engine.pageable_bytes()
+
     def close(self) -> None:
         pass
 
@@ -237,6 +243,9 @@ class _Zero3Source:
 
     def store_bytes(self) -> Optional[int]:
         return None
+
+    def pinned_and_pageable_bytes(self) -> Tuple[Optional[int], Optional[int]]:
+        return None, None
 
     def close(self) -> None:
         self._observed.stop()

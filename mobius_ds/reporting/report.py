@@ -138,6 +138,7 @@ def table_rows(report: Report) -> List[Tuple[str, List[str]]]:
         ("peak device memory, MB" + ("" if alike else " (not alike, see below)"),
          [_mb(arm["peak_device_bytes"]) for arm in arms]),
         ("host memory per node (PSS), MB", [_mb(arm["host_bytes_per_node"]) for arm in arms]),
+        *_pinned_rows(arms),
         (f"loss at step {last_step}", [_loss(arm["losses"][last_step - 1]) for arm in arms]),
     ]
     if MOBIUS in report["arms"]:
@@ -145,6 +146,12 @@ def table_rows(report: Report) -> List[Tuple[str, List[str]]]:
         verdict = "yes" if equal else "NO"
         rows.append(("measured = predicted bytes", [verdict if name == MOBIUS else "-" for name in report["arms"]]))
     return rows
+
+
+def _pinned_rows(arms: Sequence[Mapping[str, Any]]) -> List[Tuple[str, List[str]]]:
+    """Nothing where no rank had memory to pin: on a CPU."""
+    labels = {"pinned_bytes": "host memory mapped and pinned, all ranks, MB", "pageable_bytes": "could not be pinned, MB"}
+    return [(label, [_mb(arm[kind]) for arm in arms]) for kind, label in labels.items() if any(arm[kind] for arm in arms)]
 
 
 def median_step_seconds(arm: Mapping[str, Any]) -> float:
@@ -182,6 +189,8 @@ def _summarize(ranks: Sequence[Record], model_size: int) -> Dict[str, Any]:
         predicted = _sum_over_ranks([rank["predicted_traffic"] for rank in ranks])
         arm["predicted_traffic"] = _mean_over_steps(predicted)
         arm["store_bytes_per_node"] = max(rank["store_bytes"] for rank in ranks)
+    for kind in ("pinned_bytes", "pageable_bytes"):
+        arm[kind] = sum(rank[kind] or 0 for rank in ranks)
     return arm
 
 

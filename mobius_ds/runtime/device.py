@@ -10,15 +10,24 @@ import queue
 import threading
 from concurrent.futures import CancelledError, Future
 from contextlib import nullcontext
-from typing import Any, Callable, Dict, Iterable, List, Optional
+from typing import Any, Callable, Dict, Iterable, Optional
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
 from mobius_ds.planning.schedule import Stream
 from mobius_ds.planning.units import readable
-from mobius_ds.runtime.errors import OutOfMemory
+from mobius_ds.runtime.errors import DeviceOutOfMemory, PeerLost
 from mobius_ds.runtime.ledger import Ledger
+from mobius_ds.runtime.pinning import Pinning
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether it says that an allocation on this rank's device failed; the CPU's allocator has no class of error for it."""
+    if isinstance(error, PeerLost):
+        return False
+    return isinstance(error, torch.OutOfMemoryError) or \
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 class Event:
@@ -80,7 +89,7 @@ class Device:
         self._used = 0
         self._peak = 0
         self._memory_lock = threading.Lock()
-        self._registered: List[torch.Tensor] = []
+        self.pinning = Pinning(torch_device)
         self._compute: Any = None
         # Compute has no thread: it runs in the caller's, on the stream that is current there. A backward inside
         # a backward must stay in autograd's thread, and grad mode and autocast belong to the caller's.
@@ -163,18 +172,8 @@ class Device:
         return tensor
 
     def register(self, host: torch.Tensor) -> None:
-        """Pins mapped host memory, so that copies from it run beside compute. Nothing to do on CPU.
-
-        Raises:
-            OutOfMemory: the memory could not be pinned.
-        """
-        if self.is_cpu or self.torch_device.type != "cuda":
-            return
-        status = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel() * host.dtype.itemsize, 0)
-        if int(status) != 0:
-            raise OutOfMemory(f"could not pin {readable(host.numel())} of host memory (CUDA error {int(status)}); "
-                              "raise the memlock limit (ulimit -l) or use a machine with more DRAM.")
-        self._registered.append(host)
+        """Pins mapped host memory, so that copies from it run beside compute. Nothing to do on CPU."""
+        self.pinning.pin(host)
 
     # Memory. On an accelerator the allocator knows best; on CPU what the pipeline holds is added up.
 
@@ -182,14 +181,13 @@ class Device:
         """Counts ``nbytes`` of device memory as used for ``what``.
 
         Raises:
-            OutOfMemory: the budget would be exceeded.
+            DeviceOutOfMemory: the budget would be exceeded.
         """
         with self._memory_lock:
             if self.budget is not None and self._used + nbytes > self.budget:
-                raise OutOfMemory(f"{what} needs {readable(nbytes)} of device memory, but of the "
-                                  f"{readable(self.budget)} budget {readable(self._used)} are in use. Cut the "
-                                  "model into more stages, use smaller micro-batches, or raise "
-                                  "\"mobius\": {\"device_memory_gb\": ...}.")
+                raise DeviceOutOfMemory(f"{what} needs {readable(nbytes)} of device memory, but of the "
+                                        f"{readable(self.budget)} budget (device_memory_gb) {readable(self._used)} are in "
+                                        "use.")
             self._used += nbytes
             self._peak = max(self._peak, self._used)
 
@@ -202,11 +200,14 @@ class Device:
         """The most device memory used so far. On CPU: slots, gradient buffers and boundary activations."""
         return self._peak if self.is_cpu else get_accelerator().max_memory_allocated(self.torch_device.index)
 
+    def memory(self) -> str:
+        """What is held, for messages."""
+        budget = "" if self.budget is None else f", of a budget of {readable(self.budget)}"
+        return f"{readable(self._used)} there are held for two slots, their gradients and boundary activations{budget}"
+
     def close(self) -> None:
         """Ends the streams' threads and gives up what was pinned, before its mapping goes and its address is used again."""
         for stream in self.streams.values():
             stream.synchronize()
             stream.close()
-        for host in self._registered:
-            torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
-        self._registered.clear()
+        self.pinning.close()

@@ -1,5 +1,7 @@
 """What can go wrong between the ranks of a pipeline."""
 
+import torch
+
 
 class PipelineError(RuntimeError):
     """The pipeline cannot go on; the message says what happened, where, and what to do."""
@@ -18,8 +20,21 @@ class PeerLost(PipelineError):
         self.reason = reason
 
 
+class PeerOutOfMemory(PeerLost, torch.OutOfMemoryError):
+    """Another rank has failed, and what failed is its device's memory: scripts catch it on all ranks alike."""
+
+
 class PeerTimeout(PipelineError):
-    """Another rank did not do its part in time."""
+    """Another rank did not do its part in time.
+
+    Args:
+        rank, reason: which rank holds up all others, and how that was found out.
+    """
+
+    def __init__(self, message: str, rank: int, reason: str):
+        super().__init__(message)
+        self.rank = rank
+        self.reason = reason
 
 
 class OutOfStep(PipelineError):
@@ -28,3 +43,11 @@ class OutOfStep(PipelineError):
 
 class OutOfMemory(PipelineError):
     """Something does not fit; the message has need and have."""
+
+
+class DeviceOutOfMemory(OutOfMemory, torch.OutOfMemoryError):
+    """A device's memory is used up; what scripts catch to try smaller batches."""
+
+
+class CheckpointError(PipelineError):
+    """A checkpoint cannot be written or read; the same error on every rank."""

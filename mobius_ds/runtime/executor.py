@@ -5,19 +5,22 @@ its *content*: what tasks that wait for it need to know, such as where a tensor 
 rank they read it from the task's event, on another rank they get it as a message.
 """
 
+import mmap
 from collections import defaultdict
 from concurrent.futures import CancelledError
-from typing import Any, Callable, Dict, List, Sequence, Tuple
+from types import TracebackType
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
-from torch.utils._pytree import tree_unflatten
 
 from mobius_ds.model.discovery import Units
 from mobius_ds.model.program import TensorSpec, Value, plain
 from mobius_ds.model.replay import Handover, own_random_numbers, replayed
+from mobius_ds.model.structures import unflatten
 from mobius_ds.planning.plan import Plan
 from mobius_ds.planning.schedule import DEPTH, Key, Kind, Schedule, Stream, Task
-from mobius_ds.runtime.device import Device, Event
+from mobius_ds.runtime.device import Device, Event, is_out_of_memory
+from mobius_ds.runtime.errors import DeviceOutOfMemory
 from mobius_ds.runtime.mailbox import Mailbox
 from mobius_ds.runtime.random import reseed_from
 from mobius_ds.runtime.shared_memory import ActivationStore, Placed
@@ -79,6 +82,18 @@ class Executor:
         return run.placed
 
 
+class _Message(NamedTuple):
+    """Names what one task has to say to another one; prints as ``3S0 of forward 12``, its sweep's."""
+
+    sweep: int
+    schedule: str
+    task: Key
+    waiter: Key
+
+    def __str__(self) -> str:
+        return f"{self.task} of {self.schedule} {self.sweep}"
+
+
 class _Run:
     """One sweep on one rank: the state its tasks share."""
 
@@ -103,7 +118,7 @@ class _Run:
         self.received: Dict[Tuple[int, int], Dict[Value, torch.Tensor]] = {}
         self.gradients: Dict[Tuple[int, int], Dict[Any, torch.Tensor]] = {}
         self.handovers: Dict[Tuple[int, int], Any] = {}
-        self.errors: List[Exception] = []
+        self.errors: List[Tuple[Exception, Optional[TracebackType]]] = []
         self._held = 0
         self._messages = self._listeners()
 
@@ -125,7 +140,7 @@ class _Run:
         failure = None
         queued: List[Event] = []
         try:
-            self._reserve_slots()
+            self._reserve_memory()
             begun = self.device.begin()
             compute = []
             for task in self.tasks:
@@ -144,13 +159,15 @@ class _Run:
             self.device.streams[Stream.LOAD].synchronize()
             self.device.wait_for(self.events.values())
         except BaseException as error:
-            failure = self.errors[0] if self.errors and isinstance(error, Exception) else error
+            is_of_task = self.errors and isinstance(error, Exception)
+            failure, place = self.errors[0] if is_of_task else (error, error.__traceback__)
             self.executor.mailbox.fail(failure)
             self._abandon(queued)
         finally:
             self.device.release(self._held)
         if failure is not None:
-            raise failure
+            # Without the frames of every task that waited for it, on every thread.
+            raise failure.with_traceback(place)
 
     def _abandon(self, queued: List[Event]) -> None:
         """Returns when nothing of this sweep runs any more: only then may the error reach the script."""
@@ -160,6 +177,19 @@ class _Run:
                 future.set_exception(CancelledError())
         for event in queued:
             event.future.exception()
+
+    def _reserve_memory(self) -> None:
+        try:
+            self._reserve_slots()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            layout = self.executor.store.layout
+            largest = max(self.stages, default=None,
+                          key=lambda stage: layout.weights(self.sweep.stage_parameters[stage]).nbytes)
+            what = "inputs" if largest is None else \
+                f"its stages, most of it for the {self._describe(Key(Kind.WEIGHTS, largest))}"
+            raise self._exhausted(error, f"reserving room for {what}") from error
 
     def _reserve_slots(self) -> None:
         layout = self.executor.store.layout
@@ -188,12 +218,26 @@ class _Run:
                         self.executor.mailbox.post(gpu, self._message(task.key, waiter), result)
                 return result
             except Exception as error:
-                error.add_note(f"mobius: rank {self.executor.rank}, {self._describe(task.key)}")
-                self.errors.append(error)
-                self.executor.mailbox.fail(error, self._describe(task.key))
+                where = self._describe(task.key)
+                if is_out_of_memory(error):
+                    failure = self._exhausted(error, where)
+                    self.errors.append((failure, None))
+                    self.executor.mailbox.fail(failure)
+                    raise failure from error
+                error.add_note(f"mobius: rank {self.executor.rank}, {where}")
+                self.errors.append((error, error.__traceback__))
+                self.executor.mailbox.fail(error, where)
                 raise
 
         return work
+
+    def _exhausted(self, error: Exception, where: str) -> DeviceOutOfMemory:
+        """What an allocation's failure becomes: with the place, what is held, and what helps."""
+        return DeviceOutOfMemory(
+            f"the device of rank {self.executor.rank} is out of memory. In {where}: {error} {self.device.memory()}. Use "
+            "smaller micro-batches (train_micro_batch_size_per_gpu) for smaller activations, more stages (\"mobius\": "
+            "{\"stages\": ...}) for smaller slots, or another budget (\"mobius\": {\"device_memory_gb\": ...}): higher "
+            "where the device has more, lower to leave more of it to what layers work in.")
 
     def _contents(self, task: Task) -> Dict[Kind, Any]:
         """What the tasks this one waits for have to say, by their kind; from other ranks, it is waited for here."""
@@ -206,17 +250,18 @@ class _Run:
                     self.gpu_of[key], self._message(key, task.key), self._describe(key))
         return contents
 
-    def _message(self, key: Key, waiter: Key) -> Any:
-        return self.sweep.number, self.schedule.name, key, waiter
+    def _message(self, key: Key, waiter: Key) -> "_Message":
+        return _Message(self.sweep.number, self.schedule.name, key, waiter)
 
     def _describe(self, key: Key) -> str:
         kind, stage, microbatch = key
-        parts = [kind.name.lower().replace("_", " ")]
+        name = kind.name.lower().replace("_", " ")
+        parts = [name.removeprefix("give ")]
         if stage is not None:
             first = self.sweep.microbatches[0]
             units = [call.unit for call in first.program.calls[slice(*first.spans[stage])]]
             layers = f" ({units[0]} to {units[-1]})" if len(units) > 1 else f" ({units[0]})" if units else ""
-            parts.append(f"of stage {stage}{layers}")
+            parts.append(f"{'out of' if name.startswith('give ') else 'of'} stage {stage}{layers}")
         if microbatch is not None:
             parts.append(f"for microbatch {microbatch} of rank {self.sweep.microbatches[microbatch].home}")
         return " ".join(parts)
@@ -228,7 +273,7 @@ class _Run:
         number = self.stages.index(stage)
         names = self.sweep.stage_parameters[stage]
         groups = gradient_groups(self.executor.store.layout, names)
-        parameters = self.executor.slots.weights(number, names, task.category)
+        parameters = self.executor.slots.weights(number, names, task.category, self.sweep.mode.frozen)
         accumulators = self.executor.slots.accumulators(number, groups) if self.is_backward else []
         self.memory[stage] = StageMemory(parameters, groups, accumulators)
 
@@ -244,7 +289,7 @@ class _Run:
         tensors = [self._upload(placed, task.category) for placed in self.sweep.inputs[m]]
         microbatch = self.sweep.microbatches[m]
         leaves = [tensors[leaf.index] if isinstance(leaf, TensorSlot) else leaf for leaf in microbatch.leaves]
-        self.inputs[m] = tree_unflatten(leaves, microbatch.structure)
+        self.inputs[m] = unflatten(leaves, microbatch.structure)
 
     # Boundary activations.
 
@@ -330,9 +375,11 @@ class _Run:
             # The forward's autocast is for the recomputation; a backward runs without, as the script's own would.
             with torch.autocast(self.device.torch_device.type, enabled=False):
                 handover.backward(received, gradients)
+        # By the program: a hook may have told an activation to require a gradient that its maker has no use for.
+        program = self.sweep.microbatches[m].program
         self.handovers[stage, m] = {
             value: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-            for value, tensor in received.items() if tensor.requires_grad}
+            for value, tensor in received.items() if program.spec(value).requires_grad}
 
     def _give_gradients(self, task: Task, contents: Dict) -> Dict[Value, Placed]:
         return {value: self._download(gradient, task.category, temporary=True)
@@ -342,7 +389,7 @@ class _Run:
         stage = task.key.stage
         memory = self.memory[stage]
         added_to = self.added_to | self._added_by_later_stages(stage)
-        for group, wire in zip(memory.groups, memory.wire()):
+        for group, wire in zip(memory.groups, memory.wire(self.sweep.replicas)):
             staging = self._staging(group.dtype, group.elements)
             self.device.download(wire, task.category, into=staging)
             self.device.streams[Stream.OFFLOAD].synchronize()
@@ -364,8 +411,11 @@ class _Run:
     def _staging(self, dtype: torch.dtype, elements: int) -> torch.Tensor:
         staging = self.executor.staging.get(dtype)
         if staging is None or staging.numel() < elements:
-            staging = torch.empty(elements, dtype=dtype, pin_memory=not self.device.is_cpu)
-            self.executor.staging[dtype] = staging
+            if staging is not None:
+                self.device.pinning.unpin(staging)
+            memory = mmap.mmap(-1, max(elements * dtype.itemsize, mmap.PAGESIZE))
+            staging = self.executor.staging[dtype] = torch.frombuffer(memory, dtype=dtype)
+            self.device.register(staging)
         return staging[:elements]
 
     # Copies.

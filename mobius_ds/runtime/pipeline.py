@@ -5,39 +5,47 @@ which tells everyone what the sweep is made of, and shows that every rank has fi
 that one left in DRAM can be freed.
 """
 
-import hashlib
-from typing import Any, Callable, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple
+from types import MappingProxyType
+from typing import Any, Callable, Dict, FrozenSet, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
-import psutil
 import torch
 from deepspeed.utils import logger
 from torch import nn
-from torch.utils._pytree import tree_flatten
 
 from mobius_ds.model.discovery import find_units
 from mobius_ds.model.intercept import Entry
+from mobius_ds.model.mode import Mode
 from mobius_ds.model.profiling import TracedModel
-from mobius_ds.model.program import Program, TensorSpec, plain, spans
+from mobius_ds.model.program import Program, spans
 from mobius_ds.model.replay import own_random_numbers
+from mobius_ds.model.structures import flatten
 from mobius_ds.model.trace import trace
+from mobius_ds.model.wrappers import compiled_modules, forward_of
+from mobius_ds.planning.check import check_schedule
 from mobius_ds.planning.plan import Plan
-from mobius_ds.planning.schedule import Kind, Schedule, backward_schedule, forward_schedule, outputs_schedule
+from mobius_ds.planning.schedule import Kind, Schedule, Volumes, backward_schedule, forward_schedule, outputs_schedule
 from mobius_ds.plugin.config import MobiusConfig
-from mobius_ds.planning.units import GIB, readable
+from mobius_ds.planning.units import GIB
+from mobius_ds.runtime.adoption import adopt
 from mobius_ds.runtime.device import Device
 from mobius_ds.runtime.errors import OutOfMemory, OutOfStep
 from mobius_ds.runtime.executor import Executor, Outputs
 from mobius_ds.runtime.ledger import Bytes, Ledger, no_bytes
 from mobius_ds.runtime.mailbox import Mailbox
-from mobius_ds.runtime.planning import Job, plan_job
+from mobius_ds.runtime.memory_estimate import Dram, OptimizerMemory, activation_bytes, check_dram, training_parts
+from mobius_ds.runtime.planning import Job, gpu_needs, plan_job
 from mobius_ds.runtime.random import mixed
-from mobius_ds.runtime.shared_memory import ActivationStore, Placed
-from mobius_ds.runtime.store import Layout, ParameterStore
+from mobius_ds.runtime.shared_memory import SEGMENT_BYTES, ActivationStore, Placed
+from mobius_ds.runtime.signatures import Inputs, Signatures
 from mobius_ds.runtime.sweep import (Microbatch, Sweep, TensorSlot, giving_stages, sharing_stages,
                                      stage_parameters, volumes)
 
 Batch = Tuple[tuple, dict]
 """The arguments of one forward."""
+
+
+_STAGING = "gradients on their way"
+_SLOTS = "slots, the device being the CPU"
 
 
 class Announcement(NamedTuple):
@@ -59,6 +67,7 @@ class Pipeline:
         model: the user's module, its parameters already in compute dtype, the same on every rank. Their data
             moves into the node's shared store.
         exchange: gathers one object from every rank, in rank order; used while nothing else connects them.
+        optimizer: what the job's optimizer takes of DRAM.
         layers: the layers themselves, for models that list them.
 
     Raises:
@@ -67,7 +76,8 @@ class Pipeline:
     """
 
     def __init__(self, model: nn.Module, config: MobiusConfig, rank: int, world_size: int, device: torch.device,
-                 exchange: Callable[[Any], List[Any]], layers: Optional[Sequence[nn.Module]] = None):
+                 exchange: Callable[[Any], List[Any]], optimizer: OptimizerMemory,
+                 layers: Optional[Sequence[nn.Module]] = None):
         self.rank = rank
         self.world_size = world_size
         self.config = config
@@ -78,13 +88,17 @@ class Pipeline:
         self.activations = ActivationStore(rank, self.device.register)
         with self.mailbox.told():
             self.device.budget = self._common_budget()
-            self.store = self._adopt(model)
+            self.store = adopt(model, self.mailbox, self.device, optimizer.tensors)
         self.seed = self.mailbox.gather("initialize", torch.initial_seed())[0]
+        self._optimizer = optimizer
+        self._slot_bytes = 0
+        self._largest_sweep = 0
         self._model = model
-        self._forward = model.forward
+        self._forward = forward_of(model)
         self._entries: Dict[Callable, Entry] = {}
         self._programs: Dict[str, Program] = {}
         self._traced: set = set()
+        self._signatures = Signatures(self._trace)
         self._reference: Optional[Program] = None
         self._owner: Dict[str, int] = {}
         self._updated_by: Dict[int, List[str]] = {}
@@ -97,35 +111,13 @@ class Pipeline:
         self._contributed: FrozenSet[str] = frozenset()
         self._buffer_versions = {name: buffer._version for name, buffer in model.named_buffers()}
         self._predicted = no_bytes()
+        self._proved: Set[int] = set()
         self.keep_outputs = False
 
     def _common_budget(self) -> Optional[int]:
         """The smallest budget of any rank: all must come to the same plan."""
         budgets = self.mailbox.gather("initialize", self.device.budget)
         return min((budget for budget in budgets if budget is not None), default=None)
-
-    def _adopt(self, model: nn.Module) -> ParameterStore:
-        """Moves the parameters into the store: the first rank's values, seen by all."""
-        layout = Layout(model.named_parameters())
-        if self.rank == 0:
-            _check_dram(layout)
-        store = ParameterStore(layout, None, self.device.register) if self.rank == 0 else None
-        handles = self.mailbox.gather("initialize", store.handles if store else None)[0]
-        store = store or ParameterStore(layout, handles, self.device.register)
-        for name, parameter in model.named_parameters():
-            if self.rank == 0:
-                store.weight(name).copy_(parameter.data)
-            parameter.data = store.weight(name)
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(self.device.torch_device)
-        self.mailbox.gather("initialize", None)
-        for name in layout.trained(layout.entries) if self.rank == 0 else ():
-            if layout.entries[name].dtype != torch.float32:
-                store.master(name).copy_(store.weight(name))
-        self.mailbox.gather("initialize", None)
-        return store
 
     # Sweeps.
 
@@ -143,12 +135,17 @@ class Pipeline:
         """
         function = function or self._forward
         entry = self._entries.setdefault(function, Entry(self._model, function))
-        flat = [tree_flatten(batch) for batch in batches]
+        flat = [flatten(batch) for batch in batches]
         tensors = [[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] for leaves, _ in flat]
+        mode = Mode(self._model)
         with self.mailbox.told():
-            announced = [self._announce(entry, batch, leaves, structure, seed)
+            announced = [self._announce(entry, mode, batch, leaves, structure, seed)
                          for batch, (leaves, structure), seed in zip(batches, flat, seeds)]
-        gathered = self._gather("forward", announced)
+        modes, gathered = zip(*self._gather("forward", (mode.digest, announced)))
+        if len(set(modes)) > 1:
+            raise OutOfStep("the ranks call the model in different modes: some of its modules train on one rank and "
+                            "evaluate on another, or a parameter is frozen (an adapter switched off) on some ranks only. "
+                            "Switch on all ranks alike.")
         givers = [home for home, announcements in enumerate(gathered) if announcements]
         count = len(gathered[0])
         if any(len(gathered[home]) != count for home in givers):
@@ -159,9 +156,11 @@ class Pipeline:
         ordered = [(home, gathered[home][i]) for i in range(count) for home in givers]
         if self.plan is None:
             self._make_plan(entry, batches, ordered)
-        sweep = self._sweep(entry, ordered)
-        schedule = forward_schedule(self.plan, sweep.home, volumes(self.plan, sweep, self.store.layout))
-        self._predict(schedule)
+        sweep = self._sweep(entry, mode, ordered)
+        moved = volumes(self.plan, sweep, self.store.layout)
+        self._check_dram(sweep, moved)
+        schedule = forward_schedule(self.plan, sweep.home, moved)
+        self._accept(schedule)
         return sweep, self._executor.forward(sweep, schedule, tensors)
 
     def outputs(self, sweep: Sweep) -> List[Outputs]:
@@ -176,8 +175,9 @@ class Pipeline:
         for microbatch in sweep.microbatches:
             microbatch.returned = microbatch.program.returned(everything=True)
         schedule = outputs_schedule(self.plan, sweep.home, volumes(self.plan, sweep, self.store.layout))
-        self._predict(schedule)
-        return self._executor.forward(sweep, schedule, [])
+        self._accept(schedule)
+        with sweep.mode.restored():
+            return self._executor.forward(sweep, schedule, [])
 
     def backward(self, sweep: Sweep, gradients: Sequence[Dict[int, torch.Tensor]],
                  update: Optional[Callable[[List[str]], None]] = None) -> None:
@@ -194,15 +194,16 @@ class Pipeline:
                             + ", ".join(f"rank {rank} of forward {number}" for rank, (number, _) in enumerate(gathered)))
         given = [leaves[i] for i in range(len(gathered[0][1])) for _, leaves in gathered if leaves]
         layout = self.store.layout
-        schedule = backward_schedule(self.plan, sweep.home, volumes(self.plan, sweep, layout, given),
-                                     sharing_stages(self.plan, sweep, layout),
-                                     giving_stages(self._updated_by, sweep) if update else None)
-        self._predict(schedule)
+        shared = sharing_stages(self.plan, sweep, layout)
+        updates = giving_stages(self._updated_by, sweep) if update else {}
+        schedule = backward_schedule(self.plan, sweep.home, volumes(self.plan, sweep, layout, given), shared, updates)
+        self._accept(schedule, shared, updates)
         reached = self._contributed.union(*(layout.trained(sweep.stage_parameters[key.stage])
                                             for key in schedule.gpu_of() if key.kind is Kind.WEIGHT_GRADIENTS))
-        self._garbage += self._executor.backward(
-            sweep, schedule, gradients, self._contributed,
-            lambda stage: update([name for name in self._updated_by[stage] if name in reached]))
+        with sweep.mode.restored():
+            self._garbage += self._executor.backward(
+                sweep, schedule, gradients, self._contributed,
+                lambda stage: update([name for name in self._updated_by[stage] if name in reached]))
         self._contributed = reached
 
     def release(self, sweep: Sweep) -> None:
@@ -226,6 +227,10 @@ class Pipeline:
                 buffers[name].copy_(buffer)
         self._buffer_versions.update({name: buffers[name]._version for name in written})
 
+    def accept_buffers(self) -> None:
+        """Takes the buffers for the same on every rank, as the script or a checkpoint has made them."""
+        self._buffer_versions = {name: buffer._version for name, buffer in self._model.named_buffers()}
+
     # Gradients and parameters, for the optimizer.
 
     def owned(self) -> Tuple[str, ...]:
@@ -237,6 +242,10 @@ class Pipeline:
         """An owned parameter's accumulated fp32 gradient; zeros where no backward reached it, as under ZeRO-3."""
         gradient = self.store.gradient(name)
         return gradient if name in self._contributed else gradient.zero_()
+
+    def gave_gradient(self, name: str) -> None:
+        """Says that a parameter's gradient in the store counts, though no backward has reached it."""
+        self._contributed |= {name}
 
     def start_accumulation(self) -> None:
         """Forgets the accumulated gradients: the next backward overwrites them."""
@@ -280,21 +289,18 @@ class Pipeline:
                         self.activations.free(placed)
         return [content for _, content in gathered]
 
-    def _announce(self, entry: Entry, batch: Batch, leaves: List[Any], structure: Any,
+    def _announce(self, entry: Entry, mode: Mode, batch: Batch, leaves: List[Any], structure: Any,
                   seed: Tuple[int, int]) -> Announcement:
         if torch.is_grad_enabled() and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
             raise ValueError("an input of the model requires a gradient, which Mobius would not hand back. Detach it, or "
                              "make what computes it part of the model.")
-        described = [TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else repr(plain(leaf)) for leaf in leaves]
-        signature = hashlib.sha256(repr((described, str(structure), self._model.training, torch.is_grad_enabled(),
-                                         torch.is_autocast_enabled(self.device.torch_device.type),
-                                         torch.get_autocast_dtype(self.device.torch_device.type),
-                                         entry.name)).encode()).hexdigest()
+        circumstances = (mode.digest, torch.is_grad_enabled(), torch.is_autocast_enabled(self.device.torch_device.type),
+                         torch.get_autocast_dtype(self.device.torch_device.type), entry.name)
+        signature = self._signatures.of(entry, Inputs(leaves, structure, circumstances))
         program = None
         if signature not in self._traced:
             self._traced.add(signature)
-            with own_random_numbers(self.device.torch_device):
-                program = self._programs.get(signature) or trace(entry, self.units, *batch, self.device.torch_device)
+            program = self._programs.get(signature) or self._trace(entry, *batch)
         count = 0
         shipped = []
         for leaf in leaves:
@@ -303,7 +309,11 @@ class Pipeline:
         nbytes = sum(leaf.numel() * leaf.dtype.itemsize for leaf in leaves if isinstance(leaf, torch.Tensor))
         return Announcement(signature, program, tuple(shipped), structure, nbytes, mixed(self.seed, *seed))
 
-    def _sweep(self, entry: Entry, ordered: Sequence[Tuple[int, Announcement]]) -> Sweep:
+    def _trace(self, entry: Entry, args: tuple, kwargs: dict) -> Program:
+        with own_random_numbers(self.device.torch_device):
+            return trace(entry, self.units, args, kwargs, self.device.torch_device)
+
+    def _sweep(self, entry: Entry, mode: Mode, ordered: Sequence[Tuple[int, Announcement]]) -> Sweep:
         everything = self.keep_outputs or not torch.is_grad_enabled()
         microbatches = []
         for home, announcement in ordered:
@@ -311,12 +321,44 @@ class Pipeline:
             microbatches.append(Microbatch(
                 home, announcement.leaves, announcement.structure, announcement.input_bytes, announcement.seed, program,
                 spans(self._reference, self.plan.first_layers(), program), program.returned(everything)))
-        sweep = Sweep(self._next_sweep, entry, microbatches, stage_parameters(self.plan, microbatches, self.units.parameters))
+        sweep = Sweep(self._next_sweep, entry, mode, microbatches,
+                      stage_parameters(self.plan, microbatches, self.units.parameters))
         self._sweeps[sweep.number] = sweep
         self._next_sweep += 1
         return sweep
 
-    def _predict(self, schedule: Schedule) -> None:
+    def _check_dram(self, sweep: Sweep, moved: Volumes) -> None:
+        """Refuses a forward, on all ranks alike, whose activations DRAM does not hold: asked when there are more of them
+        than ever before."""
+        activations = activation_bytes(moved)
+        if activations <= self._largest_sweep:
+            return
+        mine = {"optimizer state": self._optimizer.present(), "activations": self.activations.nbytes,
+                _STAGING: sum(buffer.nbytes for buffer in self._executor.staging.values()),
+                _SLOTS: self._executor.slots.nbytes}
+        drams, presents = zip(*self._gather("forward", (Dram.here(), mine)))
+        present = {**self.store.present, **{name: sum(present[name] for present in presents) for name in mine}}
+        parts = {**training_parts(self.store.layout, self._optimizer.tensors),
+                 "activations": activations + (0 if self.device.is_cpu else self.world_size * SEGMENT_BYTES),  # pinned whole
+                 _STAGING: sum(max((moved.weight_gradients[stage] for stage in self.plan.stages_of(gpu)), default=0)
+                               for gpu in range(self.world_size)),
+                 _SLOTS: self._slot_bytes}
+        try:
+            check_dram(parts, present, drams[0], f"The activations are those of {len(sweep.microbatches)} microbatches: use "
+                       "smaller ones (train_micro_batch_size_per_gpu), or fewer in one train_batch.")
+        except OutOfMemory:
+            self.release(sweep)
+            raise
+        self._largest_sweep = activations
+
+    def _accept(self, schedule: Schedule, shared: Mapping[int, Sequence[int]] = MappingProxyType({}),
+                updates: Mapping[int, Sequence[int]] = MappingProxyType({})) -> None:
+        """Proves a schedule right, the first time its order is met, and counts its bytes as predicted."""
+        order = hash(tuple((task.key, task.gpu, task.after) for task in schedule.tasks))
+        if order not in self._proved:
+            with self.mailbox.told():
+                check_schedule(schedule, self.plan, shared, updates)
+            self._proved.add(order)
         for category, nbytes in schedule.bytes_by_category(self.rank).items():
             self._predicted[category] += nbytes
 
@@ -331,16 +373,18 @@ class Pipeline:
                   {name: parameter.data for name, parameter in self._model.named_parameters()})
         answer = None
         if self.rank == 0:
-            try:
-                with own_random_numbers(self.device.torch_device):
+            with self.mailbox.told(), own_random_numbers(self.device.torch_device):
+                try:
                     answer = plan_job(job)
-            except ValueError as error:  # no plan: everyone's error, not this rank's alone
-                answer = error
+                except ValueError as error:  # no plan: everyone's error, not this rank's alone
+                    answer = error
         answer = self.mailbox.gather("planning", answer)[0]
         if isinstance(answer, ValueError):
             raise answer
         plan, how = answer
         self.plan = plan
+        if self.device.is_cpu:
+            self._slot_bytes = sum(need.weights + need.gradients for need in gpu_needs(job, plan))
         for stage, span in enumerate(spans(self._reference, plan.first_layers(), self._reference)):
             for name in self._reference.parameters_of(*span, self.units.parameters):
                 if name not in self._owner:
@@ -349,6 +393,11 @@ class Pipeline:
         self._executor = Executor(self.rank, plan, self.units, self.device, self.mailbox, self.activations, self.store)
         if self.rank == 0:
             logger.info(f"Mobius: {how}")
+            compiled = compiled_modules(self._model)
+            if compiled:
+                kinds = ", ".join(sorted({type(module).__name__ for module in compiled}))
+                logger.warning(f"Mobius runs a model's modules as they are written: torch.compile has no effect on the "
+                               f"{len(compiled)} that were compiled ({kinds}).")
 
 
 def _holder(name: str) -> str:
@@ -362,13 +411,3 @@ def _budget(config: MobiusConfig, device: torch.device) -> Optional[int]:
         return None
     free, _ = getattr(torch, device.type).mem_get_info(device)
     return int(free * 0.9)  # the rest is for the framework's own context and fragments
-
-
-def _check_dram(layout: Layout) -> None:
-    available = psutil.virtual_memory().available
-    # Adam's two moments are as large as the masters; they come on top when the first step is made.
-    need = layout.host_bytes + 2 * layout.full_bytes
-    if need > available:
-        raise OutOfMemory(f"training this model needs {readable(need)} of DRAM for weights, fp32 masters, gradients and "
-                          f"optimizer moments, but only {readable(available)} are available. Use a machine with more "
-                          "DRAM, freeze parameters, or train a smaller model.")

@@ -69,6 +69,9 @@ def plan_job(job: Job) -> Tuple[Plan, str]:
         Path(os.environ[PROFILE_VARIABLE]).write_text(json.dumps(asdict(profile)))
         raise SystemExit(0)
     layers = len(job.reference.layer_starts())
+    if layers < 1:
+        raise InfeasiblePlan("the first forward ran none of the model's layers, so there is nothing to cut into stages. "
+                             "Start with a forward that runs them.")
     config = job.config
     if config.plan is not None:
         planned = from_json(config.plan)
@@ -81,8 +84,9 @@ def plan_job(job: Job) -> Tuple[Plan, str]:
         if topology is not None:
             plan, how = _best(job, topology)
         else:
-            plan, how = make_plan(layers, job.gpus, shortfall=lambda partition: shortfall(job, partition)), \
-                "even partition, as there is no topology to plan for"
+            plan = make_plan(layers, job.gpus, shortfall=lambda partition: _missing(
+                job, make_plan(layers, job.gpus, layers_per_stage=partition)))
+            how = "even partition, as there is no topology to plan for"
     _check_memory(job, plan)
     return plan, f"{layers} layers in {plan.stages} stages on {plan.gpus} GPUs ({how}): {plan}"
 
@@ -101,7 +105,8 @@ def _topology(job: Job) -> Optional[Topology]:
     else:
         return None
     if topology.size < job.gpus:
-        raise TopologyError(f"topology {topology.name!r} has {topology.size} GPUs, but the job has {job.gpus} ranks")
+        raise TopologyError(f"topology {topology.name!r} has {topology.size} GPUs, but the job has {job.gpus} ranks. Start "
+                            f"{topology.size} at most, or name a larger one in \"mobius\": {{\"topology\": ...}}")
     topology = topology.select(range(job.gpus))
     if job.budget is None:
         return topology
@@ -119,7 +124,7 @@ def _best(job: Job, topology: Topology) -> Tuple[Plan, str]:
         return Request(profile, topology, job.microbatches)
 
     folder = Path(os.environ.get(CACHE_VARIABLE, Path.home() / ".cache" / "mobius_ds" / "plans"))
-    planned, read = cached_plan(_question(job, topology), request, folder)
+    planned, read = cached_plan(_question(job, topology), request, folder, lambda text: logger.warning(f"Mobius: {text}"))
     return planned.plan, f"planned for {topology.name}{', read from the cache' if read else ''}; {explained(planned)}"
 
 
@@ -132,33 +137,64 @@ def _question(job: Job, topology: Topology) -> str:
 # Memory, as the slots and buffers of the runtime take it.
 
 
-def shortfall(job: Job, partition: Tuple[int, ...]) -> int:
-    """Bytes by which a partition exceeds the budget; zero or less if it fits."""
-    return 0 if job.budget is None else max(need for _, need in _stage_needs(job, partition)) - job.budget
+class Need(NamedTuple):
+    """The device memory one GPU's stages take, in bytes: what the runtime reserves before a sweep, at most.
+
+    It holds for microbatches like the first one, evaluation and outputs that are read included. What a layer works in
+    while it computes comes on top; only a planned partition, which has a profile, leaves room for that.
+    """
+
+    weights: int
+    gradients: int
+    boundary: int
+    inputs: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self)
+
+
+def gpu_needs(job: Job, plan: Plan) -> List[Need]:
+    """What each GPU must hold: slots and buffers as large as the largest of its stages needs, each by itself."""
+    needs = [Need(0, 0, 0, 0)] * job.gpus
+    for gpu, stage in zip(plan.gpu_of_stage, _stage_needs(job, plan)):
+        needs[gpu] = Need(*map(max, needs[gpu], stage))
+    return needs
+
+
+def _missing(job: Job, plan: Plan) -> int:
+    """Bytes by which a plan exceeds the budget; zero or less if it fits."""
+    return 0 if job.budget is None else max(need.total for need in gpu_needs(job, plan)) - job.budget
 
 
 def _check_memory(job: Job, plan: Plan) -> None:
-    missing = shortfall(job, plan.layers_per_stage)
+    missing = _missing(job, plan)
     if missing <= 0:
         return
-    largest, need = max(_stage_needs(job, plan.layers_per_stage), key=lambda pair: pair[1])
+    needs, stages = gpu_needs(job, plan), _stage_needs(job, plan)
+    gpu = max(range(job.gpus), key=lambda gpu: needs[gpu].total)
+    largest = max(plan.stages_of(gpu), key=lambda stage: stages[stage].total)
     span = spans(job.reference, plan.first_layers(), job.reference)[largest]
     units = [call.unit for call in job.reference.calls[span.start:span.stop]]
     raise InfeasiblePlan(
-        f"stage {largest} ({units[0]} to {units[-1]}) needs {readable(need)} of device memory for two slots, "
-        f"their gradients and boundary activations, but the budget is {readable(job.budget)}: "
-        f"{readable(missing)} are missing. Use more stages or fewer layers_per_stage, smaller "
-        f"micro-batches, or raise \"mobius\": {{\"device_memory_gb\": ...}}.")
+        f"rank {gpu} needs {readable(needs[gpu].total)} of device memory, most of it for stage {largest} ({units[0]} to "
+        f"{units[-1]}): {readable(needs[gpu].weights)} for two slots, {readable(needs[gpu].gradients)} for their "
+        f"gradients, {readable(needs[gpu].boundary)} for boundary activations and {readable(needs[gpu].inputs)} for "
+        f"inputs. But the budget is {readable(job.budget)}: {readable(missing)} are missing. Use more stages or fewer "
+        "layers_per_stage, smaller micro-batches, or raise \"mobius\": {\"device_memory_gb\": ...}.")
 
 
-def _stage_needs(job: Job, partition: Tuple[int, ...]) -> List[Tuple[int, int]]:
-    """What each stage of a partition needs of a device, while another one of its size is being copied in."""
+def _stage_needs(job: Job, plan: Plan) -> List[Need]:
+    """What each stage needs, while another one of its size is being copied in."""
     reference = job.reference
-    plan = make_plan(sum(partition), job.gpus, layers_per_stage=partition)
+    outputs = sum(reference.outputs.returns[leaf].nbytes for leaf in reference.returned(everything=True))
     needs = []
-    for stage, span in enumerate(spans(reference, plan.first_layers(), reference)):
+    for span in spans(reference, plan.first_layers(), reference):
         names = reference.parameters_of(*span, job.units.parameters)
-        gradients = sum(4 * group.elements for group in gradient_groups(job.layout, names))
-        boundary = 2 * (reference.boundary_bytes(span.start) + reference.boundary_bytes(span.stop))
-        needs.append((stage, DEPTH * (job.layout.weights(names).nbytes + gradients + boundary) + job.input_bytes))
+        received, made = reference.boundary_bytes(span.start), reference.boundary_bytes(span.stop)
+        # In a backward: what a stage starts from, its gradient, and the gradient of what the stage made.
+        needs.append(Need(DEPTH * job.layout.weights(names).nbytes,
+                          DEPTH * sum(4 * group.elements for group in gradient_groups(job.layout, names)),
+                          DEPTH * (2 * received + (outputs if span.stop == reference.end else made)), job.input_bytes))
     return needs

@@ -63,6 +63,12 @@ class Engine(torch.nn.Module):
     def host_bytes_per_node(self):
         return 456
 
+    def pinned_bytes(self):
+        return 0
+
+    def pageable_bytes(self):
+        return 0
+
 
 @pytest.fixture
 def engine(tmp_path):

@@ -25,6 +25,7 @@ def record(rank, losses, per_step, delivered, predicted=None):
         "losses": losses, "step_seconds": [1.0 + rank, 0.5, 0.4], "traffic": per_step, "predicted_traffic": predicted,
         "delivered_bytes": delivered, "peak_device_bytes": 100 + rank, "peak_device_measure": "a test's",
         "store_bytes": None if predicted is None else 5000, "pss_bytes": 7000,
+        "pinned_bytes": None if predicted is None else 0, "pageable_bytes": None if predicted is None else 0,
     }  # yapf: disable
 
 

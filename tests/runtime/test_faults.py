@@ -4,9 +4,11 @@ import gc
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Callable, Dict, List, Optional
 
 import pytest
@@ -16,6 +18,8 @@ from torch import nn
 import mobius_ds.runtime.executor as executor_module
 from mobius_ds.planning.schedule import Kind
 from mobius_ds.planning.units import GIB
+from mobius_ds.runtime import checkpoint_files, saved_model
+from tests.features import survives
 from tests.ranks import outcomes_of_ranks, run_ranks
 from tests.runtime.jobs import config, endless, failure, initialize, language_model, mine, rank_and_size, tokens, weights
 
@@ -51,12 +55,12 @@ class Ended:
         return f"{self.kind}: {self.text}"
 
 
-def ending(directory: Path, job: Callable, *args: Any) -> Ended:
-    """Runs ``job(engine)`` to its end, whatever that is, and leaves the pipeline in order."""
+def ending(directory: Path, job: Callable, mobius: Dict[str, Any] = {}, *args: Any) -> Ended:
+    """Runs ``job(engine, *args)`` to its end, whatever that is, and leaves the pipeline in order."""
     directory.joinpath(f"pid {os.getpid()}").touch()
-    engine = initialize(language_model(), settings(**(args[0] if args else {})))
+    engine = initialize(language_model(), settings(**mobius))
     try:
-        return Ended(None, job(engine))
+        return Ended(None, job(engine, *args))
     except BaseException as error:
         return Ended(error)
     finally:
@@ -138,41 +142,54 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def rank_1_dies_in(where: str) -> Callable[[Any], None]:
-    def job(engine: Any) -> None:
-        train(engine, 1)
-        rank, size = rank_and_size()
-        if rank == 1:
-            stage = size + 1  # its second
-            if where == "step":
-                engine.optimizer.optimizer.step = die
-            else:
-                at(Kind.FORWARD if where == "forward" else Kind.BACKWARD, stage, die)
-        train(engine, 1, first=1)
-    return job
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
 
 
-def dies_in_forward(engine: Any) -> None:
-    rank_1_dies_in("forward")(engine)
+def train_with_death(engine: Any, directory: str, victim: int, place: str, act: Callable[[], None]) -> None:
+    """A step, a checkpoint, and a second step of which the victim sees no end."""
+    rank, size = rank_and_size()
+    train(engine, 1)
+    engine.save_checkpoint(directory)
+    if rank == victim:
+        second_stage = size + rank
+        if place in ("forward", "backward", "update"):
+            at(Kind[place.upper()], second_stage if place != "update" else rank, act)
+        elif place == "step":
+            engine.optimizer.optimizer.step = act
+        elif place == "save":
+            checkpoint_files.write_tensors = lambda *_: act()
+        elif place == "load":
+            saved_model.read_tensors = lambda *_, **__: act()
+        else:
+            act()
+    if place == "update":  # beside the backward
+        engine.train_batch(endless(1))
+    train(engine, 1, first=1)
+    engine.save_checkpoint(directory)
+    engine.load_checkpoint(directory)
 
 
-def dies_in_backward(engine: Any) -> None:
-    rank_1_dies_in("backward")(engine)
+DEATHS = [
+    (4, 0, "forward", die), (3, 1, "backward", die), (2, 1, "update", die), (2, 0, "step", die), (2, 1, "save", die),
+    (2, 1, "load", die), (3, 2, "the script", die), (2, 1, "backward", terminate),
+]
 
 
-def dies_in_step(engine: Any) -> None:
-    rank_1_dies_in("step")(engine)
-
-
-@pytest.mark.parametrize("job", [dies_in_forward, dies_in_backward, dies_in_step])
-def test_a_rank_that_is_killed_ends_the_others_at_once(tmp_path, job):
-    begun = time.time()
-    first, killed, third = endings(tmp_path, 3, job)
-    assert killed is None
-    for end in (first, third):
+@survives("Ranks", "`kill -9` of any rank in forward, backward, the update beside it, the optimizer step, a save, a load "
+          "or the script's own code; SIGTERM to one rank", "the other ranks end at once, each with one error that names the "
+          "rank and what was waited for; no process and no shared memory stays")
+@pytest.mark.parametrize("ranks, victim, place, act", DEATHS)
+def test_a_rank_that_is_killed_ends_the_others_at_once(tmp_path, ranks, victim, place, act):
+    ended = endings(tmp_path, ranks, train_with_death, {}, str(tmp_path / "saved"), victim, place, act)
+    assert ended.pop(victim) is None
+    for end in ended:
         assert end.kind == "PeerLost", end
-        assert "rank 1 is gone (its process died)" in end.text
-    assert abs(first.at - third.at) < SOON and time.time() - begun < 2 * SOON
+        assert f"rank {victim} is gone (its process died) while rank" in end.text and "waited for" in end.text
+        if place in ("forward", "backward"):
+            assert re.search(r"waited for \w+ out of stage \d \(.+\) for microbatch \d of rank \d", end.text), end
+    assert max(end.at for end in ended) - min(end.at for end in ended) < SOON
 
 
 def dies_with_a_child_left(engine: Any) -> None:
@@ -186,6 +203,7 @@ def dies_with_a_child_left(engine: Any) -> None:
     train(engine, 1, first=1)
 
 
+@survives("Ranks", "a killed rank whose data loader workers live on", "the other ranks end at once all the same")
 def test_a_forked_child_does_not_hide_the_death_of_its_rank(tmp_path):
     outcomes = outcomes_of_ranks(2, ending, tmp_path, dies_with_a_child_left, timeout=1.5 * SOON)
     assert outcomes[0].result.kind == "PeerLost" and "rank 1 is gone (its process died)" in outcomes[0].result.text
@@ -199,6 +217,8 @@ def a_token_that_does_not_exist(engine: Any) -> None:
     engine(ids + 1000 * rank, labels)
 
 
+@survives("Ranks", "a token that does not exist in one rank's data",
+          "its exception, with stage, microbatch and the rank whose data it was; the others' one error quotes it")
 def test_bad_data_keeps_its_exception_and_says_whose_it_was(tmp_path):
     first, second = endings(tmp_path, 2, a_token_that_does_not_exist)
     # The first stage runs on rank 0, for everybody's data.
@@ -230,6 +250,8 @@ def no_gradient(engine: Any) -> None:
     engine.backward(loss)
 
 
+@survives("Ranks", "an exception in a custom autograd function's backward",
+          "it keeps its type; every other rank's one error quotes it, with stage and microbatch")
 def test_an_error_in_backward_keeps_its_type_and_reaches_every_rank(tmp_path):
     first, second, third = endings(tmp_path, 3, no_gradient)
     assert second.kind == "ArithmeticError"
@@ -272,6 +294,7 @@ def interrupted_while_waiting(engine: Any) -> None:
     train(engine, 1, first=1)
 
 
+@survives("Ranks", "an interrupt of one rank, while it computes or waits", "it is interrupted, and the others end at once")
 @pytest.mark.parametrize("job", [interrupted_in_compute, interrupted_while_waiting])
 def test_an_interrupt_hangs_nobody(tmp_path, job):
     first, second = endings(tmp_path, 2, job)
@@ -292,6 +315,48 @@ def test_a_single_rank_may_go_on_after_an_error(tmp_path):
     assert end.kind == "NoneType" and len(end.result) == 2
 
 
+class Bug(Exception):
+    """Of the script."""
+
+
+def bug(*_: Any, **__: Any) -> None:
+    raise Bug("in line 7")
+
+
+def train_with_bug(engine: Any, place: str) -> None:
+    train(engine, 1)
+    rank, _ = rank_and_size()
+    try:
+        if rank == 1 and place == "hook":
+            engine.module.blocks[0].register_forward_hook(bug)  # stage 1, which is rank 1's
+        if rank == 1 and place == "scheduler":
+            engine.lr_scheduler = SimpleNamespace(step=bug)
+        if rank == 0 and place == "monitor":
+            engine.monitor = SimpleNamespace(enabled=True, write_events=bug)
+        engine.train_batch(endless(1))
+        loss = engine(*mine(2)).loss
+        if rank == 1 and place == "loss":
+            bug()
+        engine.backward(loss)
+    finally:
+        engine.destroy()
+
+
+LEFT = "which has left (its engine was destroyed or its script ended after Bug: in line 7)"
+
+
+@survives("Ranks", "an exception in one rank's own code: a forward hook, the loss, a learning rate scheduler, a monitor",
+          "it stays what it is on that rank; the others' one error quotes it")
+@pytest.mark.parametrize("place, victim, said", [
+    ("hook", 1, "rank 1 is gone (Bug: in line 7; forward of stage 1 (blocks.0) for microbatch 0 of rank 0)"),
+    ("loss", 1, LEFT), ("scheduler", 1, LEFT), ("monitor", 0, LEFT),
+])
+def test_an_exception_in_the_scripts_own_code_is_quoted_by_the_others(tmp_path, place, victim, said):
+    ended = endings(tmp_path, 2, train_with_bug, {}, place)
+    assert ended[victim].kind == "Bug"
+    assert ended[1 - victim].kind == "PeerLost" and said in ended[1 - victim].text, ended
+
+
 # Ranks out of step.
 
 def another_call(engine: Any) -> None:
@@ -303,6 +368,7 @@ def another_call(engine: Any) -> None:
         engine(*mine(1))
 
 
+@survives("Ranks", "a rank that makes one forward fewer, or another call", "one error on each rank that names both calls")
 def test_different_calls_are_named_on_both_ranks(tmp_path):
     first, second = endings(tmp_path, 2, another_call)
     assert first.kind == second.kind == "OutOfStep"
@@ -314,24 +380,52 @@ def fewer_steps(engine: Any) -> None:
     train(engine, 3 - rank_and_size()[0])
 
 
+@survives("Ranks", "a rank that makes one step fewer", "the others end with one error: it has left, check for uneven data")
 def test_a_rank_that_stops_early_has_left(tmp_path):
     first, second = endings(tmp_path, 2, fewer_steps)
     assert second.kind == "NoneType"
     assert first.kind == "PeerLost" and "rank 1, which has left" in first.text and "uneven data" in first.text
 
 
-def sleeps(engine: Any) -> None:
+# A rank that is late.
+
+LATE = 4.0
+
+
+def stop() -> None:
+    """Stops this process as a debugger or ``kill -STOP`` does, for a while."""
+    subprocess.Popen(["sh", "-c", f"sleep {2 * LATE}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def train_with_pause(engine: Any, victim: int, place: str) -> None:
+    rank, size = rank_and_size()
     train(engine, 1)
-    if rank_and_size()[0] == 1:
-        time.sleep(4)
+    engine.pipeline.mailbox._timeout = LATE / 2  # not before: first uses take their time on a busy machine
+    if rank == victim:
+        if place == "script":
+            time.sleep(2 * LATE)
+        else:
+            at(Kind.FORWARD, rank, stop)
     train(engine, 1, first=1)
 
 
-def test_a_rank_that_is_late_is_named_with_what_it_owes(tmp_path):
-    first, second = endings(tmp_path, 2, sleeps, {"timeout_seconds": 1.5})
-    assert first.kind == "PeerTimeout"
-    assert "rank 0 waited 1.5 s for its part of forward from rank 1" in first.text and "timeout_seconds" in first.text
-    assert second.kind == "PeerLost"
+@survives("Ranks", "a rank that sleeps, or is slow, in its own code",
+          "after `timeout_seconds` all others end with one error that names it and the line it is in; so does the late one")
+@survives("Ranks", "a rank whose process is stopped (`kill -STOP`)",
+          "after `timeout_seconds` all others end with one error: it names the one that does not answer, not its neighbours")
+@pytest.mark.parametrize("ranks, victim, place, does", [
+    (3, 2, "script", r"rank 2 is alive and waits for nobody: it is at .*test_faults.py:\d+ in train_with_pause"),
+    (4, 1, "forward", "rank 1 does not answer: its process is stopped"),
+])
+def test_a_rank_that_is_late_is_named_by_all_others(tmp_path, ranks, victim, place, does):
+    ended = endings(tmp_path, ranks, train_with_pause, {}, victim, place)
+    for rank, end in enumerate(ended):
+        assert end.kind == "PeerTimeout" and "timeout_seconds" in end.text, end
+        assert re.search(rf"rank \d waited 2 s for .* from rank \d; {does}", end.text), end
+        assert re.search(r"its last message, \d\.\d s ago, was (its part of engine.step|P1 of forward)", end.text), end
+    assert f"rank {victim} comes too late" in ended[victim].text
+    assert sum("gives up" in end.text for end in ended) <= ranks - 2
 
 
 def other_numbers_of_microbatches() -> Ended:
@@ -345,6 +439,7 @@ def other_numbers_of_microbatches() -> Ended:
         engine.destroy()
 
 
+@survives("Ranks", "ranks with different numbers of microbatches", "one error on all that lists the numbers")
 def test_different_numbers_of_microbatches_are_an_error():
     for end in run_ranks(2, other_numbers_of_microbatches):
         assert end.kind == "OutOfStep" and "[1, 2]" in end.text
@@ -356,6 +451,7 @@ def runs_dry(engine: Any) -> None:
     engine.train_batch(data)
 
 
+@survives("Ranks", "data that runs dry on one rank in a batch", "StopIteration there, one error on the others")
 def test_data_that_runs_dry_on_one_rank_ends_the_other(tmp_path):
     first, second = endings(tmp_path, 2, runs_dry)
     assert second.kind == "StopIteration"
@@ -430,7 +526,7 @@ def many_engines() -> Any:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_engines_leave_no_thread_and_no_file_and_a_working_module(ranks):
     for (_, _, sockets), found in run_ranks(ranks, many_engines):
-        the_modules_own = 1
+        the_modules_own = 2  # the file that holds its weights, and its mapping of it
         assert found == [([], the_modules_own, sockets)] * 3
 
 
@@ -456,13 +552,9 @@ def cast(module: nn.Module) -> None:
     module.half()
 
 
-def freeze(module: nn.Module) -> None:
-    module.blocks[0].requires_grad_(False)
-
-
 @pytest.mark.parametrize("change, said", [
     (replace_data, "'tokens.weight' has left the memory"), (load_by_assignment, "'tokens.weight' has left the memory"),
-    (cast, "'tokens.weight' has left the memory"), (freeze, "requires_grad of parameter 'blocks.0.norm.weight'"),
+    (cast, "'tokens.weight' has left the memory"),
 ])
 def test_parameters_that_are_no_longer_the_trained_ones_are_named(change, said):
     for error in run_ranks(2, train_after, change):

@@ -13,6 +13,8 @@ import pytest
 import mobius_ds.runtime.mailbox as mailbox_module
 from mobius_ds.runtime.errors import OutOfStep, PeerLost, PeerTimeout, PipelineError
 from mobius_ds.runtime.mailbox import Mailbox
+from mobius_ds.runtime.node import Node
+from tests.features import survives
 from tests.ranks import run_ranks
 
 
@@ -95,8 +97,45 @@ def test_gather_is_in_rank_order_and_names_who_is_elsewhere(mailboxes):
 
 def test_a_late_message_is_an_error_that_says_what_and_whose(mailboxes):
     first, _ = mailboxes(2, timeout=0.2)
-    with pytest.raises(PeerTimeout, match="rank 0 waited 0.2 s for the weights from rank 1, which is alive"):
+    with pytest.raises(PeerTimeout, match="rank 0 waited 0.2 s for the weights from rank 1; rank 1 is alive"):
         first.take(1, "key", "the weights")
+
+
+@survives("Ranks", "a long wait, before it is too long", "one warning that says for whom, for what, and what that rank does")
+def test_a_long_wait_says_so_once_in_a_call(mailboxes, monkeypatch):
+    first, _ = mailboxes(2, timeout=1.0)
+    said: List[str] = []
+    monkeypatch.setattr(mailbox_module.logger, "warning", said.append)
+    for key in ("one", "another"):
+        with pytest.raises(PeerTimeout):
+            first.take(1, key, "a word")
+    [warning] = said
+    assert "rank 0 has waited 0.1 s for a word from rank 1; rank 1 is alive" in warning and "after 1 s" in warning
+
+
+def test_the_rank_that_holds_up_all_is_named_by_those_who_wait_for_others(mailboxes):
+    boxes = mailboxes(4, timeout=1.0)
+
+    def wait_for_the_one_before(box: Mailbox) -> None:
+        box._caller = threading.get_ident()
+        box.take(box.rank - 1, "key", "a word")
+
+    # The last waits for the third, that one for the second, and so on: the first has something else to do.
+    for error in together(*(lambda box=box: wait_for_the_one_before(box) for box in boxes[1:])):
+        assert isinstance(error, PeerTimeout) and error.rank == 0 and "; rank 0 is alive" in str(error), error
+
+
+def test_a_write_to_a_rank_that_reads_nothing_ends_as_well(mailboxes):
+    first, second = mailboxes(2, timeout=0.5)
+    begun = time.monotonic()
+    with second._changed:  # its receiving thread stands still behind the first message, as all of a stopped process does
+        first.post(1, "key", b"")
+        time.sleep(0.1)
+        first.post(1, "key", bytes(10_000_000))
+        with pytest.raises(PeerTimeout, match="rank 0 could not write to rank 1 for 0.5 s: its process is stopped") as late:
+            first.take(1, "key", "a word")
+        first.fail(late.value)
+        assert time.monotonic() - begun < 5
 
 
 def test_a_failure_ends_every_wait_and_all_name_the_first_rank(mailboxes):
@@ -174,8 +213,10 @@ def test_closed_mailboxes_leave_no_file_and_no_thread():
 
 
 def test_a_peer_on_another_node_is_an_error():
+    with pytest.raises(PipelineError, match="the ranks run on 2 machines .rank 0 on elsewhere; rank 1 on "):
+        Mailbox(1, 2, lambda mine: [("\0mobius-there", Node("elsewhere", "another", "net")), mine], timeout=0.2)
     with pytest.raises(PipelineError, match="rank 1 could not reach rank.s. .0. on this node"):
-        Mailbox(1, 2, lambda address: ["\0mobius-of another node", address], timeout=0.2)
+        Mailbox(1, 2, lambda mine: [("\0mobius-of nobody", mine[1]), mine], timeout=0.2)
 
 
 def failing_script() -> str:
