@@ -1,16 +1,16 @@
-"""Marks tests as the proof of a row of docs/compatibility.md, and makes that page from the marks.
+"""Marks tests as the proof of a row of docs/compatibility.md or docs/reliability.md, and makes the pages from the marks.
 
-    python -m tests.features > docs/compatibility.md
+    python -m tests.features
 """
 
 import ast
 from pathlib import Path
-from typing import Callable, Dict, Iterator, List, NamedTuple
+from typing import Callable, Dict, Iterator, List, NamedTuple, Tuple
 
 import pytest
 
 TESTS = Path(__file__).parent
-PAGE = TESTS.parent / "docs" / "compatibility.md"
+DOCS = TESTS.parent / "docs"
 
 
 def works(area: str, feature: str) -> Callable:
@@ -23,17 +23,23 @@ def refused(area: str, feature: str, message: str) -> Callable:
     return pytest.mark.feature(area, feature, f"refused: {message}")
 
 
-NOT_YET = [
+def survives(area: str, fault: str, happens: str) -> Callable:
+    """The test makes a fault and shows what happens then."""
+    return pytest.mark.feature(area, fault, happens)
+
+
+NOT_YET: List[Tuple[str, str, str]] = [
 ]
-"""(area, feature, what happens): rows that no test can show."""
+"""(area, feature, what happens): rows of docs/compatibility.md that no test can show."""
 
 
 class Row(NamedTuple):
-    """A row of the page."""
+    """A row of a page."""
 
+    mark: str
     area: str
-    feature: str
-    status: str
+    subject: str
+    says: str
     test: str
 
 
@@ -49,25 +55,48 @@ def rows() -> List[Row]:
 
 def _marks(test: ast.FunctionDef) -> Iterator[List[str]]:
     for mark in test.decorator_list:
-        if isinstance(mark, ast.Call) and isinstance(mark.func, ast.Name) and mark.func.id in ("works", "refused"):
-            area, feature, *message = [ast.literal_eval(argument) for argument in mark.args]
-            yield [area, feature, f"refused: *{message[0]}*" if message else "works"]
+        if isinstance(mark, ast.Call) and isinstance(mark.func, ast.Name) and mark.func.id in ("works", "refused", "survives"):
+            area, subject, *says = [ast.literal_eval(argument) for argument in mark.args]
+            yield [mark.func.id, area, subject, *(says or ["works"])]
 
 
-def page() -> str:
+def compatibility() -> str:
     """docs/compatibility.md."""
+    shown = [row._replace(says=f"refused: *{row.says}*" if row.mark == "refused" else row.says) for row in rows()
+             if row.mark != "survives"]
+    return _page("""\
+# What works with what
+
+Made from the marks on the tests by `python -m tests.features`; a test fails when this page and the tests differ. *Works*
+means that the test named in the row runs it on several processes, mostly against the same job under ZeRO-3. *Refused*
+means one error at once, on every rank, with these words.
+""", ("feature", "", "shown by"), shown + [Row("", area, feature, f"not yet: {what}", "") for area, feature, what in NOT_YET])
+
+
+def reliability() -> str:
+    """docs/reliability.md."""
+    return _page("""\
+# What goes wrong, and what happens then
+
+Made from the marks on the tests by `python -m tests.features`; a test fails when this page and the tests differ. The test
+named in the row makes the fault with real processes and checks what is said here.
+""", ("fault", "what happens", "shown by"), [row for row in rows() if row.mark == "survives"])
+
+
+PAGES = {DOCS / "compatibility.md": compatibility, DOCS / "reliability.md": reliability}
+
+
+def _page(introduction: str, columns: Tuple[str, str, str], shown: List[Row]) -> str:
     areas: Dict[str, List[Row]] = {}
-    for row in [*rows(), *(Row(area, feature, f"not yet: {what}", "") for area, feature, what in NOT_YET)]:
+    for row in shown:
         areas.setdefault(row.area, []).append(row)
-    lines = ["# What works with what", "",
-             "Made from the marks on the tests by `python -m tests.features > docs/compatibility.md`; a test fails when this page",
-             "and the tests differ. *Works* means that the test named in the row runs it on several processes, mostly against the",
-             "same job under ZeRO-3. *Refused* means one error at once, on every rank, with these words.", ""]
+    lines = [introduction]
     for area in sorted(areas):
-        lines += [f"## {area}", "", "| feature | | shown by |", "|---|---|---|"]
-        lines += [f"| {row.feature} | {row.status} | {f'`{row.test}`' if row.test else ''} |" for row in areas[area]] + [""]
+        lines += [f"## {area}", "", f"| {' | '.join(columns)} |", "|---|---|---|"]
+        lines += [f"| {row.subject} | {row.says} | {f'`{row.test}`' if row.test else ''} |" for row in areas[area]] + [""]
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    for path, make in PAGES.items():
+        path.write_text(make())

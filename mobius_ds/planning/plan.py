@@ -47,7 +47,8 @@ def even_partition(layers: int, stages: int) -> Tuple[int, ...]:
         InfeasiblePlan: there are fewer layers than stages.
     """
     if stages > layers:
-        raise InfeasiblePlan(f"{stages} stages were asked for, but the model has only {layers} layers")
+        raise InfeasiblePlan(f"{stages} stages were asked for, but the model has only {layers} layers. Ask for {layers} "
+                             "at most")
     small, larger = divmod(layers, stages)
     return tuple(small + (stage < larger) for stage in range(stages))
 
@@ -75,7 +76,7 @@ def make_plan(layers: int, gpus: int, stages: Optional[int] = None,
         partition = tuple(layers_per_stage)
         if sum(partition) != layers:
             raise InfeasiblePlan(f"layers_per_stage adds up to {sum(partition)} layers, but the model has {layers} "
-                                 "(counting what comes before, between and after its blocks)")
+                                 "(counting what comes before, between and after its blocks). Make the numbers add up")
     elif stages is not None:
         partition = even_partition(layers, stages)
     else:

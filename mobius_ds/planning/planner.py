@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import tempfile
+import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Callable, Dict, Optional, Tuple, Union
@@ -49,6 +50,10 @@ class Request:
             raise ValueError(f"unknown strategy {self.strategy!r}; choose from {', '.join(STRATEGIES)}")
         if self.mapping not in MAPPINGS:
             raise ValueError(f"unknown mapping {self.mapping!r}; choose from {', '.join(MAPPINGS)}")
+        if type(self.microbatches) is not int or self.microbatches < 1:
+            raise ValueError(f"a step of {self.microbatches!r} micro-batches cannot be planned; give a number from 1 on")
+        if not self.time_limit > 0:
+            raise ValueError(f"the solver cannot have {self.time_limit} s; give it more than 0")
 
     def content_hash(self) -> str:
         """A name for everything the answer depends on."""
@@ -150,9 +155,10 @@ def from_json(source: Union[str, Path, Dict[str, Any]]) -> Planned:
     """
     name = "the plan" if isinstance(source, dict) else str(source)
     try:
-        data = source if isinstance(source, dict) else json.loads(Path(source).read_text())
-        if data.get("format") != FORMAT:
-            raise ValueError(f"{name} is of format {data.get('format')}, not {FORMAT}; plan again")
+        data = source if isinstance(source, dict) else _read_json(Path(source))
+        if data["format"] != FORMAT:
+            raise ValueError(f"{name} is of format {data['format']}, and this mobius_ds reads format {FORMAT}. Make it "
+                             "again with mobius-ds plan")
         asked = dict(data["request"])
         asked["profile"] = profile_from_json(asked["profile"])
         asked["topology"] = topology_from_json(asked["topology"])
@@ -160,49 +166,80 @@ def from_json(source: Union[str, Path, Dict[str, Any]]) -> Planned:
         heuristics = tuple(Heuristic(h["name"], h["layers_per_stage"] and tuple(h["layers_per_stage"]), h["seconds"])
                            for h in data["heuristics"])
         planned = Planned(Request(**asked), plan, data["gap"], data["solver_seconds"], heuristics)
-    except OSError as error:
-        raise ValueError(f"cannot read {name}: {error.strerror}") from None
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{name} is not a plan file made by mobius-ds plan: {type(error).__name__} {error}") from None
-    check_plan(plan, len(planned.request.profile.layers), planned.request.topology.size, name)
+        check_plan(plan, len(planned.request.profile.layers), planned.request.topology.size, name)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise _no_plan(name, error) from None
     return planned
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"cannot read the plan {path}: {error.strerror}. Make one with mobius-ds plan ... --out "
+                         "FILE") from None
+    except (ValueError, RecursionError) as error:  # not text, not JSON, a number of too many digits, lists nested too deep
+        raise _no_plan(str(path), error) from None
+
+
+def _no_plan(name: str, error: Exception) -> ValueError:
+    return ValueError(f"{name} is not a plan file made by mobius-ds plan --out FILE, or it is damaged "
+                      f"({type(error).__name__}: {error}). Make it again")
 
 
 def check_plan(plan: Plan, layers: int, gpus: int, name: str) -> None:
     """Raises ValueError if a plan is not one for so many layers and GPUs."""
     if sum(plan.layers_per_stage) != layers or min(plan.layers_per_stage, default=0) < 1:
         raise ValueError(f"{name} has stages of {plan.layers_per_stage} layers, {sum(plan.layers_per_stage)} in all, but the "
-                         f"model has {layers}")
+                         f"model has {layers}. Make a plan of this model")
     if plan.gpus != gpus or len(plan.gpu_of_stage) != plan.stages or not set(plan.gpu_of_stage) <= set(range(gpus)):
         raise ValueError(f"{name} maps {len(plan.gpu_of_stage)} of {plan.stages} stages to GPUs {set(plan.gpu_of_stage)} of "
-                         f"{plan.gpus}, but there are {gpus} GPUs")
+                         f"{plan.gpus}, but there are {gpus} GPUs. Make a plan for {gpus} GPUs")
 
 
 def write(planned: Planned, path: Path) -> None:
-    """Writes a plan file, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(handle, "w") as file:
-        json.dump(to_json(planned), file, indent=1)
-    os.replace(temporary, path)
+    """Writes a plan file, whole or not at all.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    temporary = None
+    if path.exists() and not path.is_file():  # a device or a pipe would be replaced
+        raise ValueError(f"cannot write the plan {path}: it is there and is no file. Name a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        with os.fdopen(handle, "w") as file:
+            json.dump(to_json(planned), file, indent=1)
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary is not None:
+            os.unlink(temporary)
+        raise ValueError(f"cannot write the plan {path}: {error.strerror}. Name a file in a folder that can be written and "
+                         "has room") from None
 
 
-def cached_plan(key: str, request: Callable[[], Request], folder: Path) -> Tuple[Planned, bool]:
+def cached_plan(key: str, request: Callable[[], Request], folder: Path,
+                warn: Callable[[str], None] = warnings.warn) -> Tuple[Planned, bool]:
     """Plans, or reads what was planned before under the same key.
 
     Args:
         key: names everything the answer depends on, but for measured times, which are never the same twice.
         request: what to plan; asked for only if there is no answer yet, as it may have to be measured.
+        warn: is told of a cache that does not work: planning does without it.
 
     Returns:
         The plan, and whether it was read.
     """
     path = folder / f"{key}.json"
-    if path.exists():
+    if os.path.exists(path):
         try:
             return from_json(path), True
-        except ValueError:
-            path.unlink()  # of an older format, or damaged: it is only a cache
+        except ValueError as error:  # of an older format, or damaged
+            warn(f"a plan made before cannot be used, so this job is planned again: {error}")
     planned = make_best_plan(request())
-    write(planned, path)
+    try:
+        write(planned, path)
+    except ValueError as error:
+        warn(f"this job's plan is not kept for the next one: {error}")
     return planned, False

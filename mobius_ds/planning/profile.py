@@ -1,6 +1,7 @@
 """The profile: what each layer costs one GPU for one microbatch. Pure data; measured or computed elsewhere."""
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Dict, Tuple
 
 
@@ -50,5 +51,19 @@ class ModelProfile:
 
 
 def profile_from_json(data: Dict[str, Any]) -> ModelProfile:
-    """A profile from its plain data (``dataclasses.asdict``)."""
-    return ModelProfile(**{**data, "layers": tuple(LayerProfile(**layer) for layer in data["layers"])})
+    """A profile from its plain data (``dataclasses.asdict``).
+
+    Raises:
+        KeyError, TypeError: it has other keys.
+        ValueError: a layer's time or bytes are not a number from 0 on, or there is no layer or no parameter.
+    """
+    layers = tuple(LayerProfile(**layer) for layer in data["layers"])
+    if not layers or type(data["parameters"]) is not int or data["parameters"] < 1:
+        raise ValueError(f"the profile of {data['name']} has {len(layers)} layers of {data['parameters']!r} parameters; "
+                         "neither may be 0. Make the plan again with mobius-ds plan")
+    for number, layer in enumerate(layers):
+        for figure, value in asdict(layer).items():
+            if figure != "name" and not (type(value) in (int, float) and 0 <= value < math.inf):
+                raise ValueError(f"{figure} of layer {number} of {data['name']} is {value!r}; it must be a number from 0 "
+                                 "on. Make the plan again with mobius-ds plan")
+    return ModelProfile(**{**data, "layers": layers})

@@ -52,6 +52,9 @@ class Topology:
     """DRAM bytes/s at which all CPU cores together run the optimizer. The default is an assumption."""
 
     def __post_init__(self):
+        for name in (self.name, *(gpu.name for gpu in self.gpus)):
+            if not isinstance(name, str):
+                raise TopologyError(f"a name in topology {self.name!r} is {name!r}; it must be text")
         if not self.gpus:
             raise TopologyError(f"topology {self.name!r} has no GPUs")
         if len(self.root_of) != len(self.gpus) or len(self.link_bandwidth) != len(self.gpus):
@@ -144,7 +147,7 @@ def topology_from_json(source: Union[str, Path, Dict[str, Any]]) -> Topology:
         raise TopologyError(f"cannot read topology {source}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise TopologyError(f"{source} is not text: {error}") from None
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # JSON's own error, a number of too many digits, lists nested too deep
         raise TopologyError(f"{source} is not valid JSON: {error}") from None
     return _from_data(data, str(source))
 

@@ -2,10 +2,11 @@
 
 import difflib
 import os
+import threading
 from typing import Any, List, Mapping, Optional, Union
 
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
 SECTION = "mobius"
 OVERRIDE_VARIABLE = "MOBIUS_DS"
@@ -13,6 +14,8 @@ OVERRIDE_VARIABLE = "MOBIUS_DS"
 
 class MobiusConfig(DeepSpeedConfigModel):
     """Settings of one Mobius run. A key that is left out is chosen automatically."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)  # "2" and true are no numbers
 
     enabled: bool = False
     """Run this job as a Mobius pipeline instead of ZeRO-3 CPU offload."""
@@ -23,28 +26,28 @@ class MobiusConfig(DeepSpeedConfigModel):
     layers_per_stage: Optional[Union[int, List[int]]] = None
     """Layers in each stage: one number for all stages, or a list with one number per stage."""
 
-    plan: Optional[str] = None
+    plan: Optional[str] = Field(None, min_length=1)
     """A plan file of ``mobius-ds plan`` to run, instead of planning at the start."""
 
-    topology: Optional[str] = None
+    topology: Optional[str] = Field(None, min_length=1)
     """What to plan for: a preset's name or a JSON file. Default: the GPUs of this machine; without any, stages are even."""
 
-    layers: Optional[List[str]] = None
+    layers: Optional[List[str]] = Field(None, min_length=1)
     """Names of the modules to cut between (shell patterns on the names in ``named_modules()``).
     Default: the entries of the model's outermost ``nn.ModuleList``s and ``nn.Sequential``s."""
 
     device_memory_gb: Optional[float] = Field(None, gt=0)
     """Device memory one rank may use, in GiB. Default: what the device has; unlimited on CPU."""
 
-    timeout_seconds: float = Field(1800.0, gt=0)
+    timeout_seconds: float = Field(1800.0, gt=0, le=threading.TIMEOUT_MAX)
     """How long a rank waits for another one before it gives up with an error that names it."""
 
-    @field_validator("layers_per_stage")
+    @field_validator("layers_per_stage", mode="before")
     @classmethod
     def _positive_layers(cls, value):
-        counts = [value] if isinstance(value, int) else value or []
-        if any(count < 1 for count in counts):
-            raise ValueError(f"layers_per_stage must be positive, got {value}")
+        counts = value if isinstance(value, list) else [value]
+        if value is not None and not (counts and all(type(count) is int and count > 0 for count in counts)):
+            raise ValueError("Input should be a positive number, or a list of them with one for each stage")
         return value
 
     @model_validator(mode="after")
@@ -73,7 +76,11 @@ def mobius_config(ds_config: Mapping[str, Any]) -> MobiusConfig:
     if not isinstance(section, Mapping):
         raise ValueError(f"the {SECTION!r} section must be a dictionary such as {{\"enabled\": true}}, got {section!r}")
     _check_keys(section)
-    config = MobiusConfig(**section)
+    try:
+        config = MobiusConfig(**section)
+    except ValidationError as error:
+        faults = "".join(f"\n  {_fault(fault)}" for fault in error.errors())
+        raise ValueError(f'the "{SECTION}" section of the DeepSpeed config is not valid:{faults}') from None
     override = os.environ.get(OVERRIDE_VARIABLE)
     if override is None:
         return config
@@ -81,6 +88,12 @@ def mobius_config(ds_config: Mapping[str, Any]) -> MobiusConfig:
         raise ValueError(f"{OVERRIDE_VARIABLE} must be 0 or 1, got {override!r}")
     config.enabled = override == "1"
     return config
+
+
+def _fault(fault: Mapping[str, Any]) -> str:
+    key = ".".join(str(part) for part in fault["loc"])
+    message = fault["msg"].removeprefix("Value error, ")
+    return f"{key}: {message}, got {fault['input']!r}" if key else message
 
 
 def _check_keys(section: Mapping[str, Any]) -> None:

@@ -1,22 +1,28 @@
-"""Where DeepSpeed meets Mobius: three small patches that do nothing unless a config enables Mobius.
+"""Where DeepSpeed meets Mobius: a few small patches that do nothing unless a config enables Mobius.
 
 DeepSpeed has no plugin mechanism. Rebinding ``deepspeed.initialize`` would miss every script that imported the
-function before, so the patches sit on the classes it uses: ``DeepSpeedEngine.__new__`` and ``zero.Init.__init__``.
+function before, so the patches sit on the classes it uses, mostly on their ``__new__``.
 """
 
+import contextlib
 import functools
 import inspect
 import logging
 import os
-from typing import TYPE_CHECKING, Any, Mapping, Union
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Iterator, Mapping, Optional, Sequence, Union
 
 if TYPE_CHECKING:
     from mobius_ds.plugin.config import MobiusConfig
 
-__all__ = ["RANDOM_STATE", "RECORD_VARIABLE", "install"]
+__all__ = ["ADOPTED", "RANDOM_STATE", "RECORD_VARIABLE", "install"]
 
 RECORD_VARIABLE = "MOBIUS_DS_RECORD"
 """Environment variable that makes every engine of the process record its steps for ``mobius-ds compare``."""
+
+ADOPTED = "_mobius"
+"""Attribute of a parameter that lies in a pipeline's store: what answers for it."""
 
 RANDOM_STATE = "_mobius_random_state"
 """Attribute of a ``PipelineModule``: the state of torch's generator when its layers were built."""
@@ -32,11 +38,17 @@ def install() -> None:
     """
     import deepspeed
 
+    from mobius_ds.plugin import going_back
+
     if hasattr(deepspeed.DeepSpeedEngine.__new__, "mobius_ds"):
         return
     _choose_engine_by_config(deepspeed.DeepSpeedEngine, deepspeed.PipelineEngine)
     _remember_random_state(deepspeed.pipe.PipelineModule)
-    _keep_parameters_whole(deepspeed.zero.Init)
+    _choose_init_by_config(deepspeed.zero.Init)
+    _let_one_rank_write(deepspeed.zero.GatheredParameters)
+    going_back.load_checkpoints_of_mobius(deepspeed.DeepSpeedEngine)
+    going_back.replace_checkpoints_of_mobius(deepspeed.DeepSpeedEngine)
+    going_back.export_checkpoints_of_mobius(deepspeed.utils.zero_to_fp32)
     if os.environ.get(RECORD_VARIABLE):
         from mobius_ds.reporting import recorder
 
@@ -85,40 +97,73 @@ def _remember_random_state(module_class: type) -> None:
     module_class._build = _build
 
 
-def _keep_parameters_whole(init_class: type) -> None:
-    """Turns ``zero.Init`` off for a config that enables Mobius, which needs whole parameters to cut into stages."""
-    original = init_class.__init__
+def _choose_init_by_config(init_class: type) -> None:
+    """Makes ``zero.Init`` build models in shared memory for a config that enables Mobius."""
+    signature = inspect.signature(init_class.__init__)
+
+    def __new__(cls, *args, **kwargs):
+        given = signature.bind_partial(None, *args, **kwargs).arguments
+        if not _read(given.get("config") or given.get("config_dict_or_path") or {}).enabled:
+            return object.__new__(cls)
+        from mobius_ds.runtime.loading import SharedInit
+
+        if cls not in (init_class, SharedInit):
+            raise ValueError(f'"mobius" is enabled, but Mobius cannot stand in for {cls.__name__}, only for zero.Init '
+                             'itself. Use deepspeed.zero.Init, or set "mobius": {"enabled": false}.')
+        return object.__new__(SharedInit)
+
+    init_class.__new__ = staticmethod(__new__)
+
+
+def _let_one_rank_write(context_class: type) -> None:
+    """Makes ``GatheredParameters(..., modifier_rank=r)`` mean for Mobius' parameters what it means for ZeRO-3's."""
+    original, enter, leave = context_class.__init__, context_class.__enter__, context_class.__exit__
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):
         call = signature.bind(self, *args, **kwargs)
-        config = call.arguments.get("config") or call.arguments.get("config_dict_or_path") or {}
-        if _read(config).enabled:
-            # A module that is passed in is partitioned even when the context is disabled.
-            call.arguments.update(enabled=False, module=None)
+        call.apply_defaults()
+        given = call.arguments["params"]
+        if hasattr(given, "data_ptr") or not isinstance(given, Iterable):
+            given = [given]
+        call.arguments["params"] = list(given)  # an iterator is there only once
         original(*call.args, **call.kwargs)
+        parameters = call.arguments["params"] if call.arguments["enabled"] else []
+        self._mobius = _gathered(parameters, call.arguments["modifier_rank"])
 
-    init_class.__init__ = __init__
+    def __enter__(self):
+        enter(self)
+        self._mobius.__enter__()
+
+    def __exit__(self, *raised):
+        self._mobius.__exit__(*raised)
+        return leave(self, *raised)
+
+    context_class.__init__, context_class.__enter__, context_class.__exit__ = __init__, __enter__, __exit__
+
+
+@contextlib.contextmanager
+def _gathered(parameters: Sequence[Any], modifier_rank: Optional[int]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        adopted = [parameter for parameter in parameters if hasattr(parameter, ADOPTED)]
+        if adopted and modifier_rank is not None:
+            from mobius_ds.runtime.parameters import written_by
+
+            stack.enter_context(written_by(modifier_rank, adopted))
+        loading = sys.modules.get("mobius_ds.runtime.loading")  # imported for the first model built under Mobius
+        if loading is not None:
+            stack.enter_context(loading.gathered(parameters, modifier_rank))
+        yield
 
 
 def _read(config: Union[str, os.PathLike, Mapping[str, Any]]) -> "MobiusConfig":
     """The validated ``mobius`` section of a DeepSpeed config, which is a dictionary, a path or base64 text."""
     from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
-    from pydantic import ValidationError
 
-    from mobius_ds.plugin.config import SECTION, mobius_config
+    from mobius_ds.plugin.config import mobius_config
 
-    try:
-        return mobius_config(config if isinstance(config, Mapping) else load_ds_config(os.fspath(config)))
-    except ValidationError as error:
-        faults = "".join(f"\n  {_place(fault)}{fault['msg'].removeprefix('Value error, ')}" for fault in error.errors())
-        raise ValueError(f'the "{SECTION}" section of the DeepSpeed config is not valid:{faults}') from None
-
-
-def _place(fault: Mapping[str, Any]) -> str:
-    keys = ".".join(str(key) for key in fault["loc"])
-    return f"{keys}: " if keys else ""
+    return mobius_config(config if isinstance(config, Mapping) else load_ds_config(os.fspath(config)))
 
 
 def _warn_of_unknown_deepspeed() -> None:

@@ -6,24 +6,27 @@ loaders are DeepSpeed's own; this file replaces what moves parameters and gradie
 
 import functools
 from collections.abc import Mapping
-from typing import Any, Callable, Dict, Iterator, List, NoReturn, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.utils import logger
-from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from torch import nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from mobius_ds.plugin.config import mobius_config
-from mobius_ds.runtime import differentiable
+from mobius_ds.plugin.refusals import refuse
+from mobius_ds.runtime import checkpoint, differentiable, extensions, parameters
 from mobius_ds.runtime.exchange import exchange
 from mobius_ds.runtime.ledger import Bytes
+from mobius_ds.runtime.memory_estimate import OptimizerMemory, state_bytes, state_tensors
 from mobius_ds.runtime.optimizer import MobiusOptimizer
 from mobius_ds.runtime.pipeline import Pipeline
 from mobius_ds.runtime.sweep import Sweep
+from mobius_ds.runtime.weights import piece_of
 
 
 class MobiusEngine(DeepSpeedEngine):
@@ -35,26 +38,35 @@ class MobiusEngine(DeepSpeedEngine):
         ValueError: the config asks for what Mobius does not do.
     """
 
-    def __init__(self, *args: Any, config: Any = None, config_class: Any = None, **kwargs: Any):
+    def __init__(self, *args: Any, model: nn.Module, config: Any = None, config_class: Any = None, **kwargs: Any):
         self.mobius = mobius_config(config)
-        _refuse_what_mobius_does_not_do(config_class, kwargs.get("mpu"))
+        refuse(config_class, kwargs.get("mpu"), kwargs.get("mesh_device"), model)
         # The parameters stay in DRAM; only their stages' copies reach the device.
-        super().__init__(*args, config=config, config_class=config_class, dont_change_device=True, **kwargs)
+        super().__init__(*args, model=model, config=config, config_class=config_class, dont_change_device=True, **kwargs)
         self.enable_backward_allreduce = False
 
     # The model.
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
-        if isinstance(model.__dict__.get("forward"), _Routed):
-            del model.__dict__["forward"]  # of an earlier engine that was not destroyed
+        earlier = model.__dict__.get("forward")
+        if isinstance(earlier, _Routed):
+            earlier.put_back()  # of an engine that was not destroyed
+            earlier.replaced = True
         super()._configure_distributed_model(model)
         self.pipeline = Pipeline(model, self.mobius, self.global_rank, self.world_size, self.device, exchange,
-                                 self._layers(model))
+                                 self._optimizer_memory(), self._layers(model))
         self._adopted = {name: _place(parameter) for name, parameter in model.named_parameters()}
         self._forwards: Dict[bool, int] = {}
         self._forwards_step = -1
+        parameters.adopt(model, self.pipeline, None)
         # The raw module's calls reach the pipeline as well: evaluation loops often call it.
-        model.__dict__["forward"] = _Routed(model, self._forward)
+        self._routed = model.__dict__["forward"] = _Routed(model, self._forward)
+
+    def _cast_module_mixed_precision(self, param_dtype: Optional[torch.dtype], buffer_dtype: Optional[torch.dtype],
+                                     is_zero_init_model: bool, keep_pattern: Any = None) -> None:
+        """Leaves a model that was built under ``zero.Init`` as it is, as ZeRO-3 does: adapters added to it stay fp32."""
+        built_in_place = any(piece_of(parameter) for parameter in self.module.parameters())
+        super()._cast_module_mixed_precision(param_dtype, buffer_dtype, built_in_place, keep_pattern)
 
     _loss_function: Optional[Callable] = None
     """What ``train_batch`` runs instead of the module's own forward."""
@@ -63,9 +75,36 @@ class MobiusEngine(DeepSpeedEngine):
         """The layers of a model that lists them."""
         return None
 
+    def _optimizer_memory(self) -> OptimizerMemory:
+        """What the optimizer, which is made only after the pipeline, will keep in DRAM."""
+        client = self.client_optimizer
+        settings = getattr(client, "defaults", None) if client else self.optimizer_params()
+        return OptimizerMemory(state_tensors(self.optimizer_name(), (settings or {}).get("momentum", 0)),
+                               lambda: state_bytes(self.optimizer.optimizer.state.values()) if self.optimizer else 0)
+
     def _forward(self, args: tuple, kwargs: dict) -> Any:
         self._check_parameters()
         return differentiable.run(self.pipeline, args, kwargs, self._next_seed())
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's outputs, by way of the pipeline.
+
+        Raises:
+            RuntimeError: a later engine has taken the module over.
+        """
+        self._check_module()
+        return super().forward(*inputs, **kwargs)
+
+    def _check_module(self) -> None:
+        if self._routed.replaced:
+            raise RuntimeError("this engine's module belongs to a later engine: deepspeed.initialize was called on it again "
+                               "since. Use that engine, or give each its own copy of the module.")
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Has no effect, and says so: a stage runs the model's modules as they are written."""
+        if self.global_rank == 0:
+            logger.warning("Mobius runs a model's modules as they are written: engine.compile() (torch_compile=True in Hugging "
+                           "Face's TrainingArguments) has no effect.")
 
     def _check_parameters(self) -> None:
         """Raises RuntimeError where the script's parameters are no longer the ones that are trained."""
@@ -75,13 +114,14 @@ class MobiusEngine(DeepSpeedEngine):
                 if present.get(name, (None, None))[0] != address:
                     raise RuntimeError(
                         f"parameter {name!r} has left the memory that Mobius trains it in: its data was replaced after "
-                        "deepspeed.initialize, as module.to(), .cuda(), .half(), load_state_dict(assign=True) or "
-                        "parameter.data = ... do. Do that before deepspeed.initialize, or write into it with copy_().")
-                if present[name][1] != trained and torch.is_grad_enabled():
+                        "deepspeed.initialize, as module.to(), .cuda(), .half(), load_state_dict(assign=True), "
+                        "parameter.data = ... or another engine on a model that shares it do. Do that before "
+                        "deepspeed.initialize, or write into it with copy_().")
+                if present[name][1] and not trained and torch.is_grad_enabled():
                     raise RuntimeError(
-                        f"requires_grad of parameter {name!r} was {trained} at deepspeed.initialize and is "
-                        f"{not trained} now. Mobius plans for what is trained then: set it before, or keep a parameter "
-                        "from changing by a learning rate and weight decay of 0 for its group.")
+                        f"parameter {name!r} was frozen at deepspeed.initialize and requires a gradient now. Mobius plans "
+                        "for what is trained then: call requires_grad_(True) before it, and requires_grad_(False) after it "
+                        "if the parameter is to be trained later.")
 
     def _broadcast_model(self) -> None:
         """The pipeline takes the first rank's values for all."""
@@ -133,27 +173,45 @@ class MobiusEngine(DeepSpeedEngine):
 
     def get_optimizer_configuration(self, optimizer_parameters: Dict[str, Any], adam_w_mode: bool,
                                     allow_legacy_fallback: bool = False):
-        """DeepSpeed's CPU Adam, or torch's where its extension cannot be built."""
+        """DeepSpeed's CPU Adam, or torch's on all ranks where one cannot build its extension."""
         if not optimizer_parameters.get("torch_adam", False):
-            try:
-                from deepspeed.ops.op_builder import CPUAdamBuilder
-                CPUAdamBuilder().load()
-            except Exception as error:  # whatever a compiler run can raise
-                logger.warning(f"Mobius: DeepSpeedCPUAdam cannot be built ({error}); using torch's Adam, which is slower.")
+            failures = self.pipeline.step("initialize", self._failure_of_cpu_adam())
+            failed = [rank for rank, failure in enumerate(failures) if failure is not None]
+            if failed:
+                if self.global_rank == 0:
+                    logger.warning(f"Mobius: DeepSpeedCPUAdam cannot be built on rank {failed[0]} ({failures[failed[0]]}); "
+                                   "using torch's Adam, which is slower.")
                 optimizer_parameters["torch_adam"] = True
                 if optimizer_parameters.get("bias_correction", True):
                     optimizer_parameters.pop("bias_correction", None)  # torch's Adam always corrects, and has no such key
         return super().get_optimizer_configuration(optimizer_parameters, adam_w_mode, allow_legacy_fallback)
+
+    def _failure_of_cpu_adam(self) -> Optional[str]:
+        with self.pipeline.mailbox.told():
+            try:
+                from deepspeed.ops.op_builder import CPUAdamBuilder
+                extensions.load(CPUAdamBuilder())
+            except Exception as error:  # whatever a compiler run can raise
+                return f"{type(error).__name__}: {error}"
+        return None
 
     _load_hook: Optional[RemovableHandle] = None
 
     def _configure_zero_optimizer(self, optimizer: Optional[torch.optim.Optimizer]) -> Optional[MobiusOptimizer]:
         if optimizer is None:
             return None
-        wrapped = MobiusOptimizer(optimizer, self.pipeline, dict(self.module.named_parameters()), self.gradient_clipping())
-        # Without it, the next step would overwrite loaded 16-bit weights by what the masters still hold.
-        self._load_hook = self.module.register_load_state_dict_post_hook(
-            lambda module, keys: wrapped.refresh_fp32_params())
+        scaler = CreateLossScaler(self.get_data_types()[0], self.loss_scale(), self.dynamic_loss_scale(),
+                                  self.dynamic_loss_scale_args())
+        wrapped = MobiusOptimizer(optimizer, self.pipeline, dict(self.module.named_parameters()), self.gradient_clipping(),
+                                  scaler)
+        parameters.adopt(self.module, self.pipeline, wrapped)
+        def accept(module: nn.Module, keys: Any) -> None:
+            # The next step would overwrite loaded 16-bit weights by what the masters still hold, and buffers by a copy of
+            # a rank that did not run their layer but has just written them.
+            wrapped.refresh_fp32_params()
+            self.pipeline.accept_buffers()
+
+        self._load_hook = self.module.register_load_state_dict_post_hook(accept)
         return wrapped
 
     # Whole batches at once.
@@ -176,7 +234,7 @@ class MobiusEngine(DeepSpeedEngine):
         self.tput_timer.start()
         with autocast_if_enabled(self), differentiable.computing(self.device):
             sweep, losses = self._run_batch(data_iter, count)
-            self.pipeline.backward(sweep, [{leaf: torch.full_like(loss, 1 / (count * self._replicas()[0]))}
+            self.pipeline.backward(sweep, [{leaf: self.optimizer.loss_scaler.scale_loss(torch.ones_like(loss)) / count}
                                            for leaf, loss in losses],
                                    self.optimizer.update_apart if self.optimizer.can_update_apart else None)
         self.pipeline.release(sweep)
@@ -207,11 +265,19 @@ class MobiusEngine(DeepSpeedEngine):
         return self._mean([loss for _, loss in losses])
 
     def _run_batch(self, data_iter: Optional[Iterator], count: int) -> Tuple[Sweep, List[Tuple[int, torch.Tensor]]]:
+        self._check_module()
         self._check_parameters()
         with self.pipeline.mailbox.told():
             batches = [self._arguments(batch) for batch in self._microbatches(data_iter, count)]
         sweep, outputs = self.pipeline.forward(batches, [self._next_seed() for _ in batches], self._loss_function)
-        return sweep, [_loss_among(leaves) for leaves, _ in outputs]
+        with self.pipeline.mailbox.told():
+            losses = [_loss_among(leaves) for leaves, _ in outputs]
+            mine = (microbatch.program for microbatch in sweep.microbatches if microbatch.home == self.global_rank)
+            if torch.is_grad_enabled() and not all(program.outputs.returns[leaf].requires_grad
+                                                   for (leaf, _), program in zip(losses, mine)):
+                raise RuntimeError("train_batch takes the model's first floating-point scalar for the loss, and it does not "
+                                   "require grad. Return the loss first, computed from trained parameters.")
+        return sweep, losses
 
     _data_iterator: Optional[Iterator] = None
 
@@ -230,6 +296,8 @@ class MobiusEngine(DeepSpeedEngine):
         if isinstance(batch, Mapping):
             batch = dict(batch)  # tokenizers return mappings of their own
         batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), batch)
+        if self.fp16_auto_cast():
+            batch = self._cast_inputs_half(batch)
         if isinstance(batch, dict):
             return (), batch
         return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})
@@ -257,19 +325,51 @@ class MobiusEngine(DeepSpeedEngine):
         """DRAM of the node's shared store."""
         return self.pipeline.host_bytes()
 
+    def pinned_bytes(self) -> int:
+        """Host memory this rank has pinned; 0 where the device needs none."""
+        return self.pipeline.device.pinning.pinned_bytes
+
+    def pageable_bytes(self) -> int:
+        """Host memory that should be pinned and could not be."""
+        return self.pipeline.device.pinning.refused_bytes
+
     # The rest of its life.
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not supported yet."""
-        raise NotImplementedError("save_checkpoint is not supported under Mobius yet. To save the weights use "
-                                  "engine.save_16bit_model(folder) or torch.save(engine.module.state_dict(), path), "
-                                  "which hold the whole model on every rank.")
+    def save_checkpoint(self, save_dir: str, tag: Optional[str] = None, client_state: Dict[str, Any] = {},
+                        save_latest: bool = True, exclude_frozen_parameters: bool = False) -> bool:
+        """Saves the job as a Universal Checkpoint, which ZeRO loads as well. All ranks call it together.
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not supported yet."""
-        raise NotImplementedError("load_checkpoint is not supported under Mobius yet. To load weights use "
-                                  "engine.module.load_state_dict(state_dict) on every rank, or load them into the model "
-                                  "before deepspeed.initialize.")
+        Raises:
+            CheckpointError: a rank could not write; what was there before is untouched.
+        """
+        return checkpoint.save(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+
+    def load_checkpoint(self, load_dir: str, tag: Optional[str] = None, load_module_strict: bool = True,
+                        load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True,
+                        load_module_only: bool = False, custom_load_fn: Optional[Callable] = None
+                        ) -> Tuple[Optional[str], Optional[Dict[str, Any]]]:
+        """Loads a checkpoint of Mobius, of ZeRO-3, or a Universal Checkpoint. All ranks call it together.
+
+        Returns:
+            The path of its model states and the client state; (None, None) if there is no file that names the latest.
+
+        Raises:
+            CheckpointError: it is damaged, incomplete or of another model.
+        """
+        if custom_load_fn is not None:
+            raise ValueError("custom_load_fn is not supported under Mobius: a checkpoint holds parameters one by one, not "
+                             "a module's state dict. Load with load_module_strict=False, and the rest by hand.")
+        return checkpoint.load(self, load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states,
+                               load_module_only)
+
+    def _get_zero_param_shapes(self) -> List[Dict[str, torch.Size]]:
+        entries = self.pipeline.store.layout.entries
+        return [{name: torch.Size(entries[name].shape) for name in group["params"]}
+                for group in self.optimizer.hyperparameters()]
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """True: the whole weights are always there."""
+        return True
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Optional[Dict[str, Any]]:
         if self.global_rank != 0:
@@ -280,7 +380,9 @@ class MobiusEngine(DeepSpeedEngine):
         """Leaves the pipeline; the module works on its own again, on CPU."""
         pipeline = self.__dict__.pop("pipeline", None)
         if pipeline is not None:
-            self.module.__dict__.pop("forward", None)
+            if self.module.__dict__.get("forward") is self._routed:  # and not a later engine's
+                self._routed.put_back()
+                parameters.forget(self.module)
             if self._load_hook is not None:
                 self._load_hook.remove()
             pipeline.close()
@@ -290,16 +392,31 @@ class MobiusEngine(DeepSpeedEngine):
 class _Routed:
     """A module's forward that runs in the pipeline. A copy of the module gets its own forward back."""
 
+    replaced = False
+    """By that of a later engine on the same module."""
+
     def __init__(self, model: nn.Module, run: Callable[[tuple, dict], Any]):
         self._model = model
-        self._run = run
+        self._own = model.__dict__.get("forward")  # libraries give a single module another forward than its class
+        self._run = torch.compiler.disable(run)  # should the script compile the module
         functools.update_wrapper(self, model.forward)
+
+    def put_back(self) -> None:
+        """Gives the module its own forward back."""
+        if self._own is None:
+            del self._model.__dict__["forward"]
+        else:
+            self._model.__dict__["forward"] = self._own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(args, kwargs)
 
     def __reduce__(self):
-        return getattr, (self._model, "forward")
+        return (getattr, (self._model, "forward")) if self._own is None else (_itself, (self._own,))
+
+
+def _itself(forward: Callable) -> Callable:
+    return forward
 
 
 def _place(parameter: nn.Parameter) -> Tuple[int, bool]:
@@ -307,20 +424,10 @@ def _place(parameter: nn.Parameter) -> Tuple[int, bool]:
     return parameter.data_ptr(), parameter.requires_grad
 
 
-def _refuse_what_mobius_does_not_do(config: Any, mpu: Any) -> None:
-    if bwc_tensor_model_parallel_world_size(mpu) > 1:
-        raise ValueError("Mobius does not run tensor parallelism, and this job splits its tensors over "
-                         f"{bwc_tensor_model_parallel_world_size(mpu)} ranks. Use 1 (of a PipelineModule, "
-                         'num_stages=... instead of a topology), or "mobius": {"enabled": false}.')
-    if config.float16_config.enabled:
-        raise ValueError("Mobius trains in fp32 and bf16. Set \"fp16\": {\"enabled\": false} and "
-                         "\"bf16\": {\"enabled\": true}, or \"mobius\": {\"enabled\": false}.")
-
-
 def _loss_among(leaves: List[Any]) -> Tuple[int, torch.Tensor]:
-    """Which of a model's output leaves is its loss, and the loss: the first scalar."""
+    """Which of a model's output leaves is its loss, and the loss: the first floating-point scalar."""
     for index, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor) and leaf.numel() == 1:
+        if isinstance(leaf, torch.Tensor) and leaf.numel() == 1 and leaf.is_floating_point():
             return index, leaf
     raise ValueError("train_batch and eval_batch need a model that returns its loss: give the PipelineModule a loss_fn, "
                      "or return a scalar.")
