@@ -178,8 +178,10 @@ class MobiusEngine(DeepSpeedEngine):
             failures = self.pipeline.step("initialize", self._failure_of_cpu_adam())
             failed = [rank for rank, failure in enumerate(failures) if failure is not None]
             if failed:
+                # One rank builds and knows what went wrong; those that waited for it only find no library to import.
+                builder = min(failed, key=lambda rank: failures[rank].startswith(ImportError.__name__))
                 if self.global_rank == 0:
-                    logger.warning(f"Mobius: DeepSpeedCPUAdam cannot be built on rank {failed[0]} ({failures[failed[0]]}); "
+                    logger.warning(f"Mobius: DeepSpeedCPUAdam cannot be built on rank {builder} ({failures[builder]}); "
                                    "using torch's Adam, which is slower.")
                 optimizer_parameters["torch_adam"] = True
                 if optimizer_parameters.get("bias_correction", True):

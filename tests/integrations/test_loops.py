@@ -4,6 +4,7 @@ import contextlib
 import copy
 import io
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any, Callable, Dict, Iterator, List, Tuple
 
@@ -285,6 +286,9 @@ def policy_and_reference(mobius: bool) -> Dict[str, Any]:
     with torch.no_grad():
         references.append(reference(*mine(0)).loss.item())
     reference.destroy()
+    deadline = time.monotonic() + 10  # a thread that receives ends when the other rank has left, too
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        time.sleep(0.01)
     return {"losses": losses, "references": references, "threads": threading.active_count() - threads}
 
 
