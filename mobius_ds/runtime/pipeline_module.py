@@ -13,7 +13,7 @@ from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from mobius_ds.plugin.hooks import RANDOM_STATE
-from mobius_ds.runtime.exchange import exchange
+from mobius_ds.runtime.exchange import exchange, host_group
 
 
 class _Held(NamedTuple):
@@ -38,8 +38,7 @@ def complete(module: PipelineModule) -> Dict[int, str]:
     module.tied_comms = {}
     after = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     by_rank = exchange(held)
-    group = dist.new_group(backend="gloo")
-    with torch.no_grad():
+    with host_group() as group, torch.no_grad():
         for name, tensor in after.items():
             # Of a tied weight several ranks hold a copy; DeepSpeed takes the lowest one's for all.
             holder = next((rank for rank, theirs in enumerate(by_rank) if name in theirs), None)
@@ -52,7 +51,6 @@ def complete(module: PipelineModule) -> Dict[int, str]:
                 dist.broadcast(value, holder, group=group)
                 tensor.copy_(value)
             tensor.requires_grad_(by_rank[holder][name].requires_grad)
-    dist.destroy_process_group(group)
     return names
 
 
