@@ -1,12 +1,11 @@
-"""Running a model's own forward with its units' calls intercepted and its parameters replaced.
+"""Running a model's own forward with its units' calls intercepted.
 
 Nothing of this outlives the ``with`` block: the user's module is as it was before.
 """
 
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Iterator
 
-import torch
 from torch import nn
 
 from mobius_ds.model.discovery import Units
@@ -34,54 +33,6 @@ class Entry(nn.Module):
     def forward(self, *args, **kwargs):
         """Runs the function."""
         return self._function(*args, **kwargs)
-
-    @contextmanager
-    def replaced(self, parameters: Dict[str, torch.Tensor]) -> Iterator[None]:
-        """Replaces some of the model's parameters by other tensors while the block runs.
-
-        It is what ``torch.func.functional_call`` does, but spans a forward and its backward, and puts back what
-        was there when one module is registered under two names.
-
-        Args:
-            parameters: tensors by the parameter's name in the model; a tied one is replaced everywhere.
-        """
-        replaced = []
-        try:
-            for holder, attribute, name in self._places():
-                if name in parameters:
-                    parameter = holder[attribute]
-                    replaced.append((holder, attribute, parameter))
-                    holder[attribute] = parameters[name]
-                    # What libraries have noted on it, such as a status or a flag.
-                    parameters[name].__dict__.update({key: value for key, value in parameter.__dict__.items()
-                                                      if not key.startswith("_")})
-            yield
-        finally:
-            for holder, attribute, parameter in replaced:
-                holder[attribute] = parameter
-
-    @contextmanager
-    def scratch_buffers(self, names: Optional[Iterable[str]] = None) -> Iterator[Dict[str, torch.Tensor]]:
-        """Puts copies in place of buffers (all by default) while the block runs, so that nothing is written into them."""
-        wanted = None if names is None else set(names)
-        holders = [(module._buffers, attribute, f"{prefix}.{attribute}" if prefix else attribute)
-                   for prefix, module in self.model.named_modules() for attribute in module._buffers]
-        saved = [(holder, attribute, name, holder[attribute]) for holder, attribute, name in holders
-                 if holder[attribute] is not None and (wanted is None or name in wanted)]
-        copies = {}
-        try:
-            for holder, attribute, name, buffer in saved:
-                copies[name] = holder[attribute] = buffer.clone()
-            yield copies
-        finally:
-            for holder, attribute, _, buffer in saved:
-                holder[attribute] = buffer
-
-    def _places(self) -> List[Tuple[dict, str, str]]:
-        """Where each parameter hangs: a module's own table, the key in it, and the parameter's name in the model."""
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        return [(module._parameters, attribute, names[id(parameter)]) for module in self.model.modules()
-                for attribute, parameter in module._parameters.items() if parameter is not None]
 
 
 @contextmanager

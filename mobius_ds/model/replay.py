@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from mobius_ds.model.discovery import Units
 from mobius_ds.model.errors import WAY_OUT, NotSplittable
 from mobius_ds.model.intercept import Entry, intercepted
+from mobius_ds.model.parts import Parts
 from mobius_ds.model.program import Program, SameAsArgument, Span, TensorSpec, Value
 from mobius_ds.model.structures import flatten, unflatten
 from mobius_ds.model.wrappers import unwrapped
@@ -73,42 +74,70 @@ class _LeaveForward(BaseException):
     """Leaves the model's forward at a stage's end; no ``except Exception`` of the model can swallow it."""
 
 
+class Replayer:
+    """Runs the stages of one sweep.
+
+    Args:
+        parts: of the entry's model, as the sweep's forward found them.
+    """
+
+    def __init__(self, entry: Entry, units: Units, parts: Parts):
+        self._entry = entry
+        self._units = units
+        self._parts = parts
+        self._replay: Optional["_Replay"] = None
+
+    @contextmanager
+    def ready(self, device: torch.device) -> Iterator[None]:
+        """While the block runs, the model's calls come here and its parameters are stand-ins.
+
+        What every stage needs is put in place once for all stages: it concerns each of the model's modules.
+        """
+        with unwrapped(self._parts.compiled), intercepted(self._units, self._call), \
+                self._parts.replaced(self._parts.stand_ins(device)):
+            yield
+
+    @contextmanager
+    def replayed(self, program: Program, span: Span, parameters: Dict[str, torch.Tensor], received: Dict[Value, torch.Tensor],
+                 args: tuple, kwargs: dict, reseed: Reseed) -> Iterator[Handover]:
+        """Runs one stage, inside ``ready``'s block, and yields what it hands over.
+
+        The stage's parameters stay in place while the block runs, because a backward inside it may run a
+        layer's forward again (activation checkpointing by a function of the model's own; torch's is set aside).
+
+        Args:
+            span: the stage's calls.
+            parameters: device tensors of every parameter the stage needs, by name.
+            received: the boundary activations of the cut at ``span.start``, on the device.
+            args, kwargs: the microbatch's own inputs, on the device.
+
+        Raises:
+            NotSplittable: the model made other calls, or values of other shapes, than when it was traced.
+        """
+        replay = self._replay = _Replay(program, span, received, reseed)
+        with self._parts.replaced(parameters):
+            reseed(0)
+            try:
+                outputs = self._entry(*args, **kwargs)
+            except _LeaveForward:
+                pass
+            else:
+                replay.returned(outputs)
+            replay.finish()
+            yield replay.handover
+
+    def _call(self, unit: str, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        return self._replay.call(unit, forward, args, kwargs)
+
+
 @contextmanager
 def replayed(entry: Entry, units: Units, program: Program, span: Span, parameters: Dict[str, torch.Tensor],
              received: Dict[Value, torch.Tensor], args: tuple, kwargs: dict, reseed: Reseed) -> Iterator[Handover]:
-    """Runs one stage and yields what it hands over.
-
-    The stage's parameters stay in place while the block runs, because a backward inside it may run a
-    layer's forward again (activation checkpointing by a function of the model's own; torch's is set aside).
-
-    Args:
-        span: the stage's calls.
-        parameters: device tensors of every parameter the stage needs, by name.
-        received: the boundary activations of the cut at ``span.start``, on the device.
-        args, kwargs: the microbatch's own inputs, on the device.
-
-    Raises:
-        NotSplittable: the model made other calls, or values of other shapes, than when it was traced.
-    """
-    replay = _Replay(program, span, received, reseed)
-    stand_ins = _stand_ins(entry, parameters)
-    with unwrapped(entry.model), intercepted(units, replay.call), entry.replaced({**stand_ins, **parameters}):
-        reseed(0)
-        try:
-            outputs = entry(*args, **kwargs)
-        except _LeaveForward:
-            pass
-        else:
-            replay.returned(outputs)
-        replay.finish()
-        yield replay.handover
-
-
-def _stand_ins(entry: Entry, parameters: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
-    """Zeros for the parameters that this stage lacks: the model's code may mention them in passing."""
-    device = next((tensor.device for tensor in parameters.values()), None)
-    return {name: torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
-            for name, parameter in entry.model.named_parameters() if name not in parameters}
+    """Runs a single stage and yields what it hands over: ``Replayer.replayed`` for those who run one only."""
+    replayer = Replayer(entry, units, Parts(entry.model))
+    device = next((tensor.device for tensor in parameters.values()), torch.device("cpu"))
+    with replayer.ready(device), replayer.replayed(program, span, parameters, received, args, kwargs, reseed) as handover:
+        yield handover
 
 
 class _Replay:

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from mobius_ds.model.discovery import Units
 from mobius_ds.model.errors import WAY_OUT, NotSplittable
 from mobius_ds.model.intercept import Entry, intercepted
+from mobius_ds.model.parts import Parts
 from mobius_ds.model.program import PLAIN_TYPES, Call, Program, SameAsArgument, TensorSpec, Value, plain
 from mobius_ds.model.structures import flatten, unflatten
 from mobius_ds.model.wrappers import unwrapped
@@ -69,9 +70,9 @@ def trace(entry: Entry, units: Units, args: tuple, kwargs: dict, device: torch.d
             could take the same path without running all the others. Or a layer decides on one, and its
             parameters are meta tensors too large to stand in for.
     """
-    recorder = _Recorder(entry, units, device)
-    with entry.scratch_buffers() as buffers, quiet(FAKE_TENSOR_LOGGER), recorder.mode, unwrapped(entry.model), \
-            intercepted(units, recorder.call), entry.replaced(recorder.parameters):
+    recorder, parts = _Recorder(entry, units, device), Parts(entry.model)
+    with parts.scratch_buffers() as buffers, quiet(FAKE_TENSOR_LOGGER), recorder.mode, unwrapped(parts.compiled), \
+            intercepted(units, recorder.call), parts.replaced(recorder.parameters):
         try:
             outputs = entry(*recorder.told(args), **recorder.told(kwargs))
         except NEEDS_DATA as error:

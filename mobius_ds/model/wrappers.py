@@ -13,16 +13,15 @@ from torch.utils import checkpoint
 
 
 @contextmanager
-def unwrapped(model: nn.Module) -> Iterator[None]:
-    """Sets aside activation checkpointing, and the compilation of ``model``'s modules, while the block runs."""
-    with _checkpoints_called_directly(), _modules_called_directly(compiled_modules(model)):
+def unwrapped(compiled: List[nn.Module]) -> Iterator[None]:
+    """Sets aside activation checkpointing, and the compilation of the ``compiled`` modules, while the block runs."""
+    with _checkpoints_called_directly(), _modules_called_directly(compiled):
         yield
 
 
-def compiled_modules(model: nn.Module) -> List[nn.Module]:
-    """The modules that ``torch.compile(module)`` wraps or ``module.compile()`` compiles."""
-    return [module for module in model.modules()
-            if _is_compiled_wrapper(module) or module.__dict__.get("_compiled_call_impl") is not None]
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile(module)`` made it or ``module.compile()`` compiled it."""
+    return _is_compiled_wrapper(module) or module.__dict__.get("_compiled_call_impl") is not None
 
 
 def forward_of(model: nn.Module) -> Callable:

@@ -15,7 +15,7 @@ import torch
 
 from mobius_ds.model.discovery import Units
 from mobius_ds.model.program import TensorSpec, Value, plain
-from mobius_ds.model.replay import Handover, own_random_numbers, replayed
+from mobius_ds.model.replay import Handover, Replayer, own_random_numbers
 from mobius_ds.model.structures import unflatten
 from mobius_ds.planning.plan import Plan
 from mobius_ds.planning.schedule import DEPTH, Key, Kind, Schedule, Stream, Task
@@ -46,6 +46,10 @@ class Executor:
         self.store = store
         self.slots = Slots(device, store)
         self.staging: Dict[torch.dtype, torch.Tensor] = {}
+
+    def replayer(self, sweep: Sweep) -> Replayer:
+        """What runs the layers of a sweep's stages."""
+        return Replayer(sweep.entry, self.units, sweep.parts)
 
     def forward(self, sweep: Sweep, schedule: Schedule,
                 inputs: Sequence[Sequence[torch.Tensor]]) -> List[Outputs]:
@@ -104,6 +108,7 @@ class _Run:
         self.schedule = schedule
         self.is_backward = schedule.name == "backward"
         self.own = [m for m, microbatch in enumerate(sweep.microbatches) if microbatch.home == executor.rank]
+        self.replayer = executor.replayer(sweep)
         self.own_inputs: Dict[int, Sequence[torch.Tensor]] = {}
         self.own_gradients: Dict[int, Dict[int, torch.Tensor]] = {}
         self.added_to: frozenset = frozenset()
@@ -150,7 +155,7 @@ class _Run:
                 else:
                     self.device.streams[task.stream].run(self._work(task), after, self.events[task.key])
                     queued.append(self.events[task.key])
-            with own_random_numbers(self.device.torch_device):
+            with own_random_numbers(self.device.torch_device), self.replayer.ready(self.device.torch_device):
                 for task, after in compute:
                     self.device.do(self._work(task), after, self.events[task.key])
             for task in self.tasks:
@@ -317,8 +322,8 @@ class _Run:
     def _replayed(self, stage: int, m: int, received: Dict[Value, torch.Tensor]):
         microbatch = self.sweep.microbatches[m]
         args, kwargs = self.inputs[m]
-        return replayed(self.sweep.entry, self.executor.units, microbatch.program, microbatch.spans[stage],
-                        self.memory[stage].parameters, received, args, kwargs, reseed_from(microbatch.seed, self.device))
+        return self.replayer.replayed(microbatch.program, microbatch.spans[stage], self.memory[stage].parameters, received,
+                                      args, kwargs, reseed_from(microbatch.seed, self.device))
 
     def _give_activations(self, task: Task, contents: Dict) -> Any:
         _, stage, m = task.key
@@ -370,7 +375,7 @@ class _Run:
         memory = self.memory[stage]
         memory.accumulate()
         # Running statistics count a microbatch once, in the forward sweep.
-        kept = self.sweep.entry.scratch_buffers(self.sweep.microbatches[m].program.written_buffers)
+        kept = self.sweep.parts.scratch_buffers(self.sweep.microbatches[m].program.written_buffers)
         with torch.enable_grad(), kept, self._replayed(stage, m, received) as handover:
             # The forward's autocast is for the recomputation; a backward runs without, as the script's own would.
             with torch.autocast(self.device.torch_device.type, enabled=False):

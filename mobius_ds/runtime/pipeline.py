@@ -15,12 +15,13 @@ from torch import nn
 from mobius_ds.model.discovery import find_units
 from mobius_ds.model.intercept import Entry
 from mobius_ds.model.mode import Mode
+from mobius_ds.model.parts import Parts
 from mobius_ds.model.profiling import TracedModel
 from mobius_ds.model.program import Program, spans
 from mobius_ds.model.replay import own_random_numbers
 from mobius_ds.model.structures import flatten
 from mobius_ds.model.trace import trace
-from mobius_ds.model.wrappers import compiled_modules, forward_of
+from mobius_ds.model.wrappers import forward_of
 from mobius_ds.planning.check import check_schedule
 from mobius_ds.planning.plan import Plan
 from mobius_ds.planning.schedule import Kind, Schedule, Volumes, backward_schedule, forward_schedule, outputs_schedule
@@ -321,7 +322,7 @@ class Pipeline:
             microbatches.append(Microbatch(
                 home, announcement.leaves, announcement.structure, announcement.input_bytes, announcement.seed, program,
                 spans(self._reference, self.plan.first_layers(), program), program.returned(everything)))
-        sweep = Sweep(self._next_sweep, entry, mode, microbatches,
+        sweep = Sweep(self._next_sweep, entry, mode, Parts(self._model), microbatches,
                       stage_parameters(self.plan, microbatches, self.units.parameters))
         self._sweeps[sweep.number] = sweep
         self._next_sweep += 1
@@ -393,7 +394,7 @@ class Pipeline:
         self._executor = Executor(self.rank, plan, self.units, self.device, self.mailbox, self.activations, self.store)
         if self.rank == 0:
             logger.info(f"Mobius: {how}")
-            compiled = compiled_modules(self._model)
+            compiled = Parts(self._model).compiled
             if compiled:
                 kinds = ", ".join(sorted({type(module).__name__ for module in compiled}))
                 logger.warning(f"Mobius runs a model's modules as they are written: torch.compile has no effect on the "

@@ -5,6 +5,7 @@ from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, T
 
 from mobius_ds.model.intercept import Entry
 from mobius_ds.model.mode import Mode
+from mobius_ds.model.parts import Parts
 from mobius_ds.model.program import Program, Span, Value
 from mobius_ds.planning.plan import Plan
 from mobius_ds.planning.schedule import Volumes
@@ -46,6 +47,8 @@ class Sweep:
     entry: Entry
     mode: Mode
     """Of the model when the forward was called; whatever is computed again is computed in it."""
+    parts: Parts
+    """Of the model at the same time."""
     microbatches: List[Microbatch]
     stage_parameters: Tuple[Tuple[str, ...], ...]
     """Names of the parameters each stage needs for any of the microbatches."""
