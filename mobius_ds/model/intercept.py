@@ -28,7 +28,8 @@ class Entry(nn.Module):
         super().__init__()
         self.model = model
         self._function = function or forward_of(model)
-        self.name = getattr(self._function, "__qualname__", repr(self._function))
+        named = hasattr(self._function, "__qualname__")  # a method's repr would print the whole model
+        self.name = self._function.__qualname__ if named else repr(self._function)
 
     def forward(self, *args, **kwargs):
         """Runs the function."""

@@ -73,9 +73,9 @@ class Parts:
 
     def stand_ins(self, device: torch.device) -> Dict[str, torch.Tensor]:
         """A zero in the shape of every parameter, without its memory: the model's code may mention one in passing."""
-        zeros: Dict[torch.dtype, torch.Tensor] = {}
-        return {name: zeros.setdefault(parameter.dtype, torch.zeros((), dtype=parameter.dtype, device=device))
-                .expand(parameter.shape) for name, parameter in self._parameters.items()}
+        zeros = {dtype: torch.zeros((), dtype=dtype, device=device)
+                 for dtype in {parameter.dtype for parameter in self._parameters.values()}}
+        return {name: zeros[parameter.dtype].expand(parameter.shape) for name, parameter in self._parameters.items()}
 
     @contextmanager
     def scratch_buffers(self, names: Optional[Iterable[str]] = None) -> Iterator[Dict[str, torch.Tensor]]:
