@@ -135,7 +135,9 @@ class Pipeline:
             The sweep, for its backward, and this rank's outputs.
         """
         function = function or self._forward
-        entry = self._entries.setdefault(function, Entry(self._model, function))
+        if function not in self._entries:
+            self._entries[function] = Entry(self._model, function)
+        entry = self._entries[function]
         flat = [flatten(batch) for batch in batches]
         tensors = [[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] for leaves, _ in flat]
         mode = Mode(self._model)
