@@ -14,7 +14,7 @@ from mobius_ds.model.wrappers import is_compiled
 
 
 class _Place(NamedTuple):
-    """An entry of a module's own table of parameters or buffers."""
+    """An entry of a module's own table of buffers."""
 
     holder: Dict[str, Any]
     key: str
@@ -31,7 +31,8 @@ class Parts:
         self.compiled: List[nn.Module] = []
         """The modules that ``torch.compile(module)`` wraps or ``module.compile()`` compiles."""
         self._parameters: Dict[str, nn.Parameter] = {}
-        self._places: Dict[str, List[_Place]] = {}
+        self._places: List[Tuple[str, Dict[str, Any], str]] = []
+        """Of every parameter: its name, a module's own table, and the key there. A tied one has several."""
         self._buffers: Dict[str, _Place] = {}
         names: Dict[int, str] = {}
         for prefix, module in model.named_modules():
@@ -39,10 +40,9 @@ class Parts:
                 self.compiled.append(module)
             for key, parameter in module._parameters.items():
                 if parameter is not None:
-                    # A tied parameter has one name, its first, and every place.
                     name = names.setdefault(id(parameter), _joined(prefix, key))
                     self._parameters.setdefault(name, parameter)
-                    self._places.setdefault(name, []).append(_Place(module._parameters, key))
+                    self._places.append((name, module._parameters, key))
             for key, buffer in module._buffers.items():
                 if buffer is not None:
                     self._buffers[_joined(prefix, key)] = _Place(module._buffers, key)
@@ -57,25 +57,29 @@ class Parts:
         Args:
             tensors: by the parameter's name in the model; a tied one is replaced everywhere.
         """
-        replaced: List[Tuple[_Place, Any]] = []
+        places = [(holder, key, tensors[name]) for name, holder, key in self._places if name in tensors]
+        before = [holder[key] for holder, key, _ in places]
         try:
-            for name, tensor in tensors.items():
-                # What libraries have noted on it, such as a status or a flag.
-                tensor.__dict__.update({key: value for key, value in self._parameters[name].__dict__.items()
-                                        if not key.startswith("_")})
-                for place in self._places[name]:
-                    replaced.append((place, place.holder[place.key]))
-                    place.holder[place.key] = tensor
+            for holder, key, tensor in places:
+                holder[key] = tensor
             yield
         finally:
-            for (holder, key), before in replaced:
-                holder[key] = before
+            for (holder, key, _), parameter in zip(places, before):
+                holder[key] = parameter
 
-    def stand_ins(self, device: torch.device) -> Dict[str, torch.Tensor]:
+    def like_parameters(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """The tensors, with what libraries have noted on the parameters of these names, such as a status or a flag."""
+        for name, tensor in tensors.items():
+            tensor.__dict__.update({key: value for key, value in self._parameters[name].__dict__.items()
+                                    if not key.startswith("_")})
+        return tensors
+
+    def stand_ins(self, device: torch.device) -> Mapping[str, torch.Tensor]:
         """A zero in the shape of every parameter, without its memory: the model's code may mention one in passing."""
         zeros = {dtype: torch.zeros((), dtype=dtype, device=device)
                  for dtype in {parameter.dtype for parameter in self._parameters.values()}}
-        return {name: zeros[parameter.dtype].expand(parameter.shape) for name, parameter in self._parameters.items()}
+        return self.like_parameters({name: zeros[parameter.dtype].expand(parameter.shape)
+                                     for name, parameter in self._parameters.items()})
 
     @contextmanager
     def scratch_buffers(self, names: Optional[Iterable[str]] = None) -> Iterator[Dict[str, torch.Tensor]]:

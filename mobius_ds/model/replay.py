@@ -14,7 +14,7 @@ the same mask again.
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -47,7 +47,6 @@ class Handover:
             return Handover(values)
         leaves, structure = self.outputs
         return Handover(values, ([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure))
-
 
     def backward(self, received: Dict[Value, torch.Tensor], gradients: Dict[Any, torch.Tensor]) -> None:
         """Differentiates the stage, inside ``replayed``'s block.
@@ -85,21 +84,23 @@ class Replayer:
         self._entry = entry
         self._units = units
         self._parts = parts
+        self._stand_ins: Mapping[str, torch.Tensor] = {}
         self._replay: Optional["_Replay"] = None
 
     @contextmanager
     def ready(self, device: torch.device) -> Iterator[None]:
-        """While the block runs, the model's calls come here and its parameters are stand-ins.
+        """While the block runs, the units' calls come here.
 
-        What every stage needs is put in place once for all stages: it concerns each of the model's modules.
+        What every stage needs is made once for all stages. The parameters are replaced only while a stage runs: between
+        stages a sweep waits for other ranks, and a signal handler may save the model then.
         """
-        with unwrapped(self._parts.compiled), intercepted(self._units, self._call), \
-                self._parts.replaced(self._parts.stand_ins(device)):
+        self._stand_ins = self._parts.stand_ins(device)
+        with unwrapped(self._parts.compiled), intercepted(self._units, self._call):
             yield
 
     @contextmanager
-    def replayed(self, program: Program, span: Span, parameters: Dict[str, torch.Tensor], received: Dict[Value, torch.Tensor],
-                 args: tuple, kwargs: dict, reseed: Reseed) -> Iterator[Handover]:
+    def replayed(self, program: Program, span: Span, parameters: Dict[str, torch.Tensor],
+                 received: Dict[Value, torch.Tensor], args: tuple, kwargs: dict, reseed: Reseed) -> Iterator[Handover]:
         """Runs one stage, inside ``ready``'s block, and yields what it hands over.
 
         The stage's parameters stay in place while the block runs, because a backward inside it may run a
@@ -115,18 +116,23 @@ class Replayer:
             NotSplittable: the model made other calls, or values of other shapes, than when it was traced.
         """
         replay = self._replay = _Replay(program, span, received, reseed)
-        with self._parts.replaced(parameters):
-            reseed(0)
-            try:
-                outputs = self._entry(*args, **kwargs)
-            except _LeaveForward:
-                pass
-            else:
-                replay.returned(outputs)
-            replay.finish()
-            yield replay.handover
+        try:
+            with self._parts.replaced({**self._stand_ins, **self._parts.like_parameters(parameters)}):
+                reseed(0)
+                try:
+                    outputs = self._entry(*args, **kwargs)
+                except _LeaveForward:
+                    pass
+                else:
+                    replay.returned(outputs)
+                replay.finish()
+                yield replay.handover
+        finally:
+            self._replay = None  # and with it the stage's graph
 
     def _call(self, unit: str, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        if self._replay is None:  # the script's own call, from a signal handler for instance
+            return forward(*args, **kwargs)
         return self._replay.call(unit, forward, args, kwargs)
 
 

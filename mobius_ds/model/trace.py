@@ -72,7 +72,7 @@ def trace(entry: Entry, units: Units, args: tuple, kwargs: dict, device: torch.d
     """
     recorder, parts = _Recorder(entry, units, device), Parts(entry.model)
     with parts.scratch_buffers() as buffers, quiet(FAKE_TENSOR_LOGGER), recorder.mode, unwrapped(parts.compiled), \
-            intercepted(units, recorder.call), parts.replaced(recorder.parameters):
+            intercepted(units, recorder.call), parts.replaced(parts.like_parameters(recorder.parameters)):
         try:
             outputs = entry(*recorder.told(args), **recorder.told(kwargs))
         except NEEDS_DATA as error:

@@ -133,6 +133,13 @@ class Mailbox:
             gathered.append(content)
         return gathered
 
+    def raise_told(self, peer: int, what: str) -> None:
+        """Raises what ``peer`` has told of why it fails or leaves. It tells before it gives up its memory, so where that is
+        gone its word is on the way, if the process did not just die."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._lost or peer in self._left, _ANSWER_SECONDS)
+            self._raise_if_lost(peer, what)
+
     def fail(self, error: BaseException, where: str = "") -> None:
         """Tells every peer that this rank has failed, so that none waits for it, and ends this rank's own waits.
 

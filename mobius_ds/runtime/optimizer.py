@@ -141,9 +141,11 @@ class MobiusOptimizer(ZeROOptimizer):
     def can_update_apart(self) -> bool:
         """Whether parameters may be updated one stage at a time, before all gradients are known.
 
-        Not in fp16, where a step that overflows is a matter of course.
+        Not in fp16, where a step that overflows is a matter of course, and not where the script has hooks on the
+        optimizer's step, which may look at the model while stages run.
         """
-        return (self._clip == 0 and type(self.optimizer).__name__ in UPDATES_EACH_PARAMETER_ALONE
+        hooked = self.optimizer._optimizer_step_pre_hooks or self.optimizer._optimizer_step_post_hooks
+        return (self._clip == 0 and not hooked and type(self.optimizer).__name__ in UPDATES_EACH_PARAMETER_ALONE
                 and all(parameter.dtype != torch.float16 for parameter in self._parameters.values()))
 
     def update_apart(self, names: List[str]) -> None:

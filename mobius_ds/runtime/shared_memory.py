@@ -1,5 +1,6 @@
 """Memory that all ranks of a node map: anonymous files, of which nothing is left when their processes end."""
 
+import errno
 import mmap
 import os
 from typing import Dict, Iterable, List, NamedTuple, Tuple
@@ -50,6 +51,8 @@ class Handle(NamedTuple):
     pid: int
     fd: int
     nbytes: int
+    inode: int
+    """Of the file: a process that has closed it may use the number ``fd`` for another one."""
 
 
 class Region:
@@ -79,18 +82,22 @@ class Region:
             os.close(fd)
             raise PipelineError(f"cannot make a shared memory of {nbytes} bytes for {name} ({error}). If there is a limit "
                                 "on file sizes, it counts for this as well: raise it (ulimit -f unlimited).") from None
-        return cls(fd, nbytes, Handle(os.getpid(), fd, nbytes))
+        return cls(fd, nbytes, Handle(os.getpid(), fd, nbytes, os.fstat(fd).st_ino))
 
     @classmethod
     def open(cls, handle: Handle) -> "Region":
         """Opens a region of another process of this node and user.
 
         Raises:
-            PipelineError: the other process cannot be reached through /proc.
+            PipelineError: the other process cannot be reached through /proc, or has closed it.
         """
         path = f"/proc/{handle.pid}/fd/{handle.fd}"
         try:
-            return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), handle.nbytes, handle)
+            region = cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), handle.nbytes, handle)
+            if os.fstat(region._fd).st_ino != handle.inode:
+                region.close()
+                raise OSError(errno.ESTALE, "closed since")
+            return region
         except OSError as error:
             raise PipelineError(f"cannot open the shared memory of process {handle.pid} ({path}: {error}). All ranks "
                                 "must run as one user on one node, in one process namespace.") from error
@@ -254,4 +261,4 @@ def _region_of(placed: Placed) -> Region:
 
 def _dense_stride(tensor: torch.Tensor) -> Tuple[int, ...]:
     """The strides of a dense copy that keeps the order of dimensions, so that kernels see the same layout."""
-    return torch.empty_like(tensor, device="meta").stride()
+    return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()

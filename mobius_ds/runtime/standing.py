@@ -6,9 +6,11 @@ A rank that is late holds up others, and these hold up more. Following who waits
 import sys
 import threading
 from concurrent import futures
+from multiprocessing import connection
 from typing import Callable, NamedTuple, Optional, Sequence, Tuple
 
-_THREADING = {threading.__name__, futures._base.__name__}
+_THREADING = {threading.__name__, futures._base.__name__, connection.__name__}
+"""Where such a thread may be on its way: it waits, or it tells the others."""
 _WAITING = {"mobius_ds.runtime.mailbox", "mobius_ds.runtime.device"}
 """Where a thread is that waits for what other threads, and so other ranks, have to do."""
 

@@ -7,7 +7,7 @@ from mobius_ds.model.discovery import find_units
 from mobius_ds.model.intercept import Entry
 from mobius_ds.model.parts import Parts
 from mobius_ds.model.replay import Replayer
-from mobius_ds.model.program import spans
+from mobius_ds.model.program import Span, spans
 from mobius_ds.model.trace import trace
 
 CPU = torch.device("cpu")
@@ -27,11 +27,17 @@ def tied() -> nn.Module:
 def test_a_tied_parameter_is_replaced_in_every_place_and_put_back():
     model = tied()
     weight, other = model[0].weight, torch.zeros(4, 4)
-    weight.note = "of a library"
     with Parts(model).replaced({"0.weight": other}):
         assert model[0].weight is other and model[1].weight is other
-        assert other.note == "of a library"
     assert model[0].weight is weight and model[1].weight is weight
+
+
+def test_what_libraries_note_on_a_parameter_is_noted_on_what_takes_its_place():
+    model = tied()
+    model[0].weight.note = "of a library"
+    parts, copy = Parts(model), torch.zeros(4, 4)
+    assert parts.like_parameters({"0.weight": copy})["0.weight"] is copy and copy.note == "of a library"
+    assert parts.stand_ins(CPU)["0.weight"].note == "of a library"
 
 
 def test_what_is_replaced_twice_is_put_back_in_turn():
@@ -78,3 +84,18 @@ def test_running_a_stage_does_not_walk_through_the_model(monkeypatch):
     assert not walks
     with Parts(model).scratch_buffers():
         assert walks
+
+
+def test_between_two_stages_the_model_is_the_scripts():
+    """A sweep waits for other ranks there, and a signal handler may save or even run the model."""
+    model = deep(2).eval()
+    expected = model(X)
+    entry, units = Entry(model), find_units(model)
+    program = trace(entry, units, (X, ), {}, CPU)
+    zeros = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
+    replayer = Replayer(entry, units, Parts(model))
+    with replayer.ready(CPU):
+        assert torch.equal(model(X), expected)
+        with replayer.replayed(program, Span(0, program.end), zeros, {}, (X, ), {}, lambda n: None) as handover:
+            assert not handover.outputs[0][0].any()
+        assert torch.equal(model(X), expected)

@@ -224,7 +224,7 @@ def test_bad_data_keeps_its_exception_and_says_whose_it_was(tmp_path):
     # The first stage runs on rank 0, for everybody's data.
     assert first.kind == "IndexError"
     assert "mobius: rank 0, forward of stage 0 (tokens) for microbatch 1 of rank 1" in first.text
-    assert second.kind == "PeerLost"
+    assert second.kind == "PeerLost", second.text
     assert "rank 0 is gone (IndexError" in second.text and "stage 0 (tokens)" in second.text
 
 

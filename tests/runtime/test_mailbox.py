@@ -151,6 +151,21 @@ def test_a_failure_ends_every_wait_and_all_name_the_first_rank(mailboxes):
         second.take(0, "key", "a word")
 
 
+def test_whose_memory_is_gone_is_asked_for_the_reason(mailboxes):
+    first, second = mailboxes(2)
+    begun = time.monotonic()
+    threading.Timer(0.2, lambda: second.fail(ValueError("bad data"))).start()
+    with pytest.raises(PeerLost, match="rank 1 is gone .ValueError: bad data. while rank 0 waited for its activations"):
+        first.raise_told(1, "its activations")
+    assert time.monotonic() - begun < 1.5
+
+
+def test_a_rank_that_has_not_told_is_not_waited_for_long(mailboxes, monkeypatch):
+    first, _ = mailboxes(2)
+    monkeypatch.setattr(mailbox_module, "_ANSWER_SECONDS", 0.1)
+    first.raise_told(1, "its activations")
+
+
 def test_what_was_sent_before_a_failure_can_still_be_taken(mailboxes):
     first, second = mailboxes(2)
     first.post(1, "key", "sent")

@@ -144,7 +144,19 @@ def test_a_region_has_no_name_and_outlives_its_file():
 
 def test_a_region_of_a_process_that_is_gone_is_an_error():
     with pytest.raises(PipelineError, match="cannot open the shared memory of process 999999999"):
-        Region.open(Handle(999999999, 3, 4096))
+        Region.open(Handle(999999999, 3, 4096, 0))
+
+
+def test_a_region_that_is_closed_is_not_taken_for_the_file_that_has_its_number_now():
+    region = Region.create("first", 100)
+    handle = region.handle
+    region.close()
+    other = Region.create("second", 100)
+    assert other.handle.fd == handle.fd
+    with pytest.raises(PipelineError, match="closed since"):
+        Region.open(handle)
+    Region.open(other.handle).close()
+    other.close()
 
 
 def two_hundred_steps() -> List[Any]:

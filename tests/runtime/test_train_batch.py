@@ -203,3 +203,22 @@ def test_misuse_is_one_clear_error():
     assert "torch.no_grad()" in said["logits wanted"]
     assert "eval_batch" in said["no grad"]
     assert "loss" in said["no loss"] and said["no loss"].startswith("ValueError")
+
+
+def what_step_hooks_see() -> Dict[str, Any]:
+    engine = initialize(language_model(), config(accumulation=2))
+    apart = engine.optimizer.can_update_apart
+    zeros = []
+    engine.optimizer.optimizer.register_step_post_hook(
+        lambda *_: zeros.append([name for name, p in engine.module.named_parameters() if p.dim() > 1 and not p.any()]))
+    batches = endless()
+    for _ in range(2):
+        engine.train_batch(batches)
+    return {"apart": (apart, engine.optimizer.can_update_apart), "zeros": zeros}
+
+
+def test_hooks_on_the_optimizers_step_see_the_model_and_no_stand_ins():
+    """Updates that run beside a sweep would show them a model whose parameters are replaced while a stage computes."""
+    for seen in run_ranks(2, what_step_hooks_see):
+        assert seen["apart"] == (True, False)
+        assert seen["zeros"] and not any(seen["zeros"])
