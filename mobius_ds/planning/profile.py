@@ -4,6 +4,9 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Dict, Tuple
 
+BYTES_PER_PARAMETER = 4
+"""Of the model size that traffic is compared with: 16-bit weights and 16-bit gradients, as in the paper."""
+
 
 @dataclass(frozen=True)
 class LayerProfile:
@@ -35,8 +38,8 @@ class ModelProfile:
 
     @property
     def model_bytes(self) -> int:
-        """The model's size as the paper counts it: 4 bytes a parameter."""
-        return 4 * self.parameters
+        """The model's size as the paper counts it."""
+        return BYTES_PER_PARAMETER * self.parameters
 
     @property
     def weight_bytes(self) -> int:

@@ -20,6 +20,7 @@ microbatches' boundary activations on the way in and two on the way out. Task nu
 the end of the use that task number k - 2 made of the same memory.
 """
 
+import re
 from collections import defaultdict
 from dataclasses import dataclass
 from enum import Enum
@@ -104,6 +105,22 @@ class Key(NamedTuple):
         return f"{'' if self.stage is None else self.stage}{self.kind.value}" \
                f"{'' if self.microbatch is None else self.microbatch}"
 
+    @classmethod
+    def parse(cls, text: str) -> "Key":
+        """The key that prints as ``text``.
+
+        Raises:
+            ValueError: none does.
+        """
+        parts = _PRINTED.fullmatch(text)
+        if parts is None:
+            raise ValueError(f"{text!r} is no task's name, such as 2F0, 2W or P3")
+        stage, kind, microbatch = parts.groups()
+        return cls(Kind(kind), stage and int(stage), microbatch and int(microbatch))
+
+
+_PRINTED = re.compile(f"([0-9]+)?([{''.join(kind.value for kind in Kind)}])([0-9]+)?")
+
 
 class Task(NamedTuple):
     """One compute or one transfer."""
@@ -122,6 +139,11 @@ class Task(NamedTuple):
     def category(self) -> Optional[str]:
         """The ledger's category of its bytes; None for compute."""
         return CATEGORY_OF.get(self.key.kind)
+
+    @property
+    def is_outward(self) -> bool:
+        """Whether it copies from its GPU to DRAM."""
+        return self.stream in (Stream.STORE, Stream.OFFLOAD)
 
     def __str__(self) -> str:
         waits = f" after {','.join(map(str, self.after))}" if self.after else ""
@@ -183,13 +205,14 @@ class Volumes:
     """Of the gradients of the boundary activations a stage started from."""
 
 
-def forward_schedule(plan: Plan, home: List[int], volumes: Volumes) -> Schedule:
+def forward_schedule(plan: Plan, home: List[int], volumes: Volumes, slots: int = DEPTH) -> Schedule:
     """The forward sweep: every stage runs all microbatches in order and is dropped (paper, section 3.1).
 
     Args:
         home: the GPU whose rank each microbatch belongs to.
+        slots: how many stages' weights a GPU holds at once. With one, none are copied in while another stage runs.
     """
-    build = _Builder("forward", plan, home)
+    build = _Builder("forward", plan, home, slots)
     for microbatch, gpu in enumerate(home):
         build.add(gpu, Key(Kind.GIVE_INPUTS, None, microbatch), volumes.inputs[microbatch])
     _run_forward(build, plan, home, volumes, range(plan.stages))
@@ -224,7 +247,7 @@ def _run_forward(build: "_Builder", plan: Plan, home: List[int], volumes: Volume
 
 
 def backward_schedule(plan: Plan, home: List[int], volumes: Volumes, shared: Dict[int, List[int]],
-                      updates: Optional[Dict[int, List[int]]] = None) -> Schedule:
+                      updates: Optional[Dict[int, List[int]]] = None, slots: int = DEPTH) -> Schedule:
     """The backward sweep: stages in reverse, each recomputed from its boundary activations.
 
     A stage below which nothing is trained has no tasks.
@@ -235,8 +258,9 @@ def backward_schedule(plan: Plan, home: List[int], volumes: Volumes, shared: Dic
             up in DRAM in a fixed order, the last stage's first.
         updates: to run the optimizer within the sweep: for each stage, the stages that give gradients to the
             parameters it updates.
+        slots: see ``forward_schedule``.
     """
-    build = _Builder("backward", plan, home)
+    build = _Builder("backward", plan, home, slots)
     trained = {stage: [m for m in build.microbatches if volumes.received_gradients[stage][m] > 0
                        and (volumes.weight_gradients[stage] > 0 or volumes.made_gradients[stage][m] > 0)]
                for stage in range(plan.stages)}
@@ -270,11 +294,12 @@ def backward_schedule(plan: Plan, home: List[int], volumes: Volumes, shared: Dic
                 build.add(gpu, Key(Kind.WEIGHT_GRADIENTS, stage), volumes.weight_gradients[stage],
                           [Key(Kind.BACKWARD, stage, trained[stage][-1])]
                           + [Key(Kind.WEIGHT_GRADIENTS, other) for other in shared.get(stage, ()) if trained[other]])
-    for stage, sources in (updates or {}).items():
-        given = [Key(Kind.WEIGHT_GRADIENTS, source) for source in sources
-                 if trained[source] and volumes.weight_gradients[source]]
-        if given:
-            build.add(plan.gpu_of_stage[stage], Key(Kind.UPDATE, stage), 0, given)
+    givers = {stage: [source for source in sources if trained[source] and volumes.weight_gradients[source]]
+              for stage, sources in (updates or {}).items()}
+    # A stage's last gradients come from the lowest of its givers, and the lowest stages are the last of a backward.
+    for stage in sorted((stage for stage in givers if givers[stage]), key=lambda stage: min(givers[stage]), reverse=True):
+        build.add(plan.gpu_of_stage[stage], Key(Kind.UPDATE, stage), 0,
+                  [Key(Kind.WEIGHT_GRADIENTS, source) for source in givers[stage]])
     return build.schedule()
 
 
@@ -286,9 +311,10 @@ def _earlier(kind: Kind, stage: int, microbatches: Sequence[int], position: int)
 class _Builder:
     """Collects tasks and knows the rules both sweeps share."""
 
-    def __init__(self, name: str, plan: Plan, home: List[int]):
+    def __init__(self, name: str, plan: Plan, home: List[int], slots: int = DEPTH):
         self._name = name
         self._plan = plan
+        self._slots = slots
         self.microbatches = range(len(home))
         self._tasks: List[Task] = []
 
@@ -300,8 +326,8 @@ class _Builder:
         """A GPU's weights, one stage after another, and the inputs it needs, once."""
         for position, stage in enumerate(stages):
             freed = []
-            if position >= DEPTH:
-                before = stages[position - DEPTH]
+            if position >= self._slots:
+                before = stages[position - self._slots]
                 freed = [Key(compute, before, (microbatches[before] if microbatches else self.microbatches)[-1])]
             self.add(gpu, Key(Kind.WEIGHTS, stage), volumes.weights[stage], freed)
         for microbatch in self.microbatches if stages else ():

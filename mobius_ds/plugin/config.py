@@ -42,6 +42,9 @@ class MobiusConfig(DeepSpeedConfigModel):
     timeout_seconds: float = Field(1800.0, gt=0, le=threading.TIMEOUT_MAX)
     """How long a rank waits for another one before it gives up with an error that names it."""
 
+    trace: Optional[str] = Field(None, min_length=1)
+    """A file to record in when each task of each rank ran: a Chrome trace, from the working directory. Default: none."""
+
     @field_validator("layers_per_stage", mode="before")
     @classmethod
     def _positive_layers(cls, value):

@@ -8,6 +8,7 @@ whole device, and the host threads are free to wait for other ranks without hold
 
 import queue
 import threading
+import time
 from concurrent.futures import CancelledError, Future
 from contextlib import nullcontext
 from typing import Any, Callable, Dict, Iterable, Optional
@@ -20,6 +21,7 @@ from mobius_ds.planning.units import readable
 from mobius_ds.runtime.errors import DeviceOutOfMemory, PeerLost
 from mobius_ds.runtime.ledger import Ledger
 from mobius_ds.runtime.pinning import Pinning
+from mobius_ds.runtime.wires import HostLink
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -79,13 +81,18 @@ class Device:
         torch_device: where the stages compute.
         budget: bytes this rank may use, or None for no limit.
         ledger: counts every copy between host and device where it is made.
+        link: emulated wires, which every copy takes its time to cross; none by default.
     """
 
-    def __init__(self, torch_device: torch.device, ledger: Ledger, budget: Optional[int] = None):
+    def __init__(self, torch_device: torch.device, ledger: Ledger, budget: Optional[int] = None,
+                 link: Optional[HostLink] = None):
         self.torch_device = torch_device
+        self.memory_device = torch_device
+        """Where its tensors are made: they have a memory of their own kind on a device that only rehearses."""
         self.is_cpu = torch_device.type == "cpu"
         self.ledger = ledger
         self.budget = budget
+        self.link = link
         self._used = 0
         self._peak = 0
         self._memory_lock = threading.Lock()
@@ -150,15 +157,25 @@ class Device:
     def upload(self, host: torch.Tensor, category: str, into: Optional[torch.Tensor] = None) -> torch.Tensor:
         """Copies a host tensor to the device, into ``into`` or a new tensor with the same strides."""
         if into is None:
-            into = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=self.torch_device)
-        into.copy_(host, non_blocking=True)
-        self.ledger.add(category, host.numel() * host.dtype.itemsize)
+            into = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=self.memory_device)
+        self._move(host, into, category, self.link and self.link.to_gpu)
         return into
 
     def download(self, tensor: torch.Tensor, category: str, into: torch.Tensor) -> None:
         """Copies a device tensor to a host tensor of the same shape and dtype."""
-        into.copy_(tensor, non_blocking=True)
-        self.ledger.add(category, into.numel() * into.dtype.itemsize)
+        self._move(tensor, into, category, self.link and self.link.to_dram)
+
+    def _move(self, source: torch.Tensor, into: torch.Tensor, category: str, crossing: Optional[Callable]) -> None:
+        begun = time.perf_counter()
+        self.copy(source, into)
+        nbytes = into.numel() * into.dtype.itemsize
+        if crossing is not None:
+            self.link.wires.carry(crossing(nbytes), begun)  # the copy itself is part of the way
+        self.ledger.add(category, nbytes)
+
+    def copy(self, source: torch.Tensor, into: torch.Tensor) -> None:
+        """Copies between host and device, uncounted."""
+        into.copy_(source, non_blocking=True)
 
     def finish_copies(self) -> None:
         """Blocks until every copy issued so far is done. Compute goes on."""

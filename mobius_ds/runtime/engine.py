@@ -13,10 +13,14 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.utils import logger
+from deepspeed.utils.logging import print_dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from mobius_ds.planning.exposure import figures
+from mobius_ds.planning.profile import BYTES_PER_PARAMETER
+from mobius_ds.planning.steps import Step
 from mobius_ds.plugin.config import mobius_config
 from mobius_ds.plugin.refusals import refuse
 from mobius_ds.runtime import checkpoint, differentiable, extensions, parameters
@@ -25,6 +29,7 @@ from mobius_ds.runtime.ledger import Bytes
 from mobius_ds.runtime.memory_estimate import OptimizerMemory, state_bytes, state_tensors
 from mobius_ds.runtime.optimizer import MobiusOptimizer
 from mobius_ds.runtime.pipeline import Pipeline
+from mobius_ds.runtime.step_report import breakdown, scalars
 from mobius_ds.runtime.sweep import Sweep
 from mobius_ds.runtime.weights import piece_of
 
@@ -54,7 +59,8 @@ class MobiusEngine(DeepSpeedEngine):
             earlier.replaced = True
         super()._configure_distributed_model(model)
         self.pipeline = Pipeline(model, self.mobius, self.global_rank, self.world_size, self.device, exchange,
-                                 self._optimizer_memory(), self._layers(model))
+                                 self._optimizer_memory(), self._layers(model),
+                                 figures=self.monitor.enabled or self.wall_clock_breakdown())
         self._adopted = {name: _place(parameter) for name, parameter in model.named_parameters()}
         self._forwards: Dict[bool, int] = {}
         self._forwards_step = -1
@@ -215,6 +221,26 @@ class MobiusEngine(DeepSpeedEngine):
 
         self._load_hook = self.module.register_load_state_dict_post_hook(accept)
         return wrapped
+
+    def _take_model_step(self, lr_kwargs: Optional[Dict[str, Any]]) -> None:
+        super()._take_model_step(lr_kwargs)
+        recorder = self.pipeline.recorder
+        if self.global_rank == 0 and recorder is not None and recorder.last_step is not None:
+            self._report_step(recorder.last_step)
+
+    def _report_step(self, step: Step) -> None:
+        """Tells the monitors, and the log at the steps at which DeepSpeed reports, where a step's time and bytes went."""
+        printed = self.wall_clock_breakdown() and self.steps_per_print() is not None \
+            and self.global_steps % self.steps_per_print() == 0
+        if not (printed or self.monitor.enabled):
+            return
+        measured = figures(step, self.world_size)
+        model_bytes = BYTES_PER_PARAMETER * sum(parameter.numel() for parameter in self.module.parameters())
+        if printed:
+            # Not by the logger, whose level hides it unless the config sets "log_level": DeepSpeed prints its timers so.
+            print_dist(f"Mobius: step={self.global_steps}, {breakdown(measured, model_bytes)}", ranks=[0])
+        self.monitor.write_events([(f"Train/Mobius/{name}", value, self.global_samples)
+                                   for name, value in scalars(measured, model_bytes).items()])
 
     # Whole batches at once.
 

@@ -20,14 +20,16 @@ from mobius_ds.model.structures import unflatten
 from mobius_ds.planning.plan import Plan
 from mobius_ds.planning.schedule import DEPTH, Key, Kind, Schedule, Stream, Task
 from mobius_ds.runtime.device import Device, Event, is_out_of_memory
-from mobius_ds.runtime.errors import DeviceOutOfMemory
+from mobius_ds.runtime.errors import DeviceOutOfMemory, PeerLost
 from mobius_ds.runtime.mailbox import Mailbox
 from mobius_ds.runtime.random import reseed_from
 from mobius_ds.runtime.shared_memory import ActivationStore, Placed
 from mobius_ds.runtime.slots import Slots, StageMemory, gradient_groups
 from mobius_ds.runtime.store import ParameterStore
 from mobius_ds.runtime.sweep import Sweep, TensorSlot
+from mobius_ds.runtime.trace import Recorder
 
+_ADDED_AT_ONCE = 2**18  # elements
 Outputs = Tuple[List[Any], Any]
 """A microbatch's output at home: its leaves (what did not come home is its ``TensorSpec``) and their structure."""
 
@@ -36,7 +38,7 @@ class Executor:
     """Runs schedules on one rank."""
 
     def __init__(self, rank: int, plan: Plan, units: Units, device: Device, mailbox: Mailbox,
-                 activations: ActivationStore, store: ParameterStore):
+                 activations: ActivationStore, store: ParameterStore, recorder: Optional[Recorder] = None):
         self.rank = rank
         self.plan = plan
         self.units = units
@@ -44,6 +46,7 @@ class Executor:
         self.mailbox = mailbox
         self.activations = activations
         self.store = store
+        self.recorder = recorder
         self.slots = Slots(device, store)
         self.staging: Dict[torch.dtype, torch.Tensor] = {}
 
@@ -126,6 +129,8 @@ class _Run:
         self.errors: List[Tuple[Exception, Optional[TracebackType]]] = []
         self._held = 0
         self._messages = self._listeners()
+        if executor.recorder is not None:
+            self._spans = executor.recorder.begin(schedule.name, sweep.number)
 
     def _listeners(self) -> Dict[Key, List[Tuple[int, Key]]]:
         """Other ranks' tasks that wait for this rank's, with their ranks; each takes a message of its own."""
@@ -214,7 +219,12 @@ class _Run:
     def _work(self, task: Task) -> Callable[[], Any]:
         def work() -> Any:
             try:
-                result = _METHODS[task.key.kind](self, task, self._contents(task))
+                contents = self._contents(task)
+                recorder = self.executor.recorder
+                start = None if recorder is None else recorder.mark()
+                result = _METHODS[task.key.kind](self, task, contents)
+                if recorder is not None:
+                    self._spans.append((task, start, recorder.mark()))
                 if task.key in self._messages:
                     # What a message speaks of must lie in DRAM before the message does.
                     if task.stream is not Stream.COMPUTE:
@@ -402,7 +412,7 @@ class _Run:
                 gradient = self.executor.store.gradient(name)
                 arrived = staging[start:start + gradient.numel()].view(gradient.shape)
                 if name in added_to:
-                    gradient.add_(arrived)
+                    _add(gradient, arrived)
                 else:
                     gradient.copy_(arrived)
 
@@ -426,7 +436,12 @@ class _Run:
     # Copies.
 
     def _upload(self, placed: Placed, category: str) -> torch.Tensor:
-        return self.device.used_by(self.device.upload(self.executor.activations.view(placed), category), Stream.COMPUTE)
+        try:
+            host = self.executor.activations.view(placed)
+        except PeerLost as lost:
+            self.executor.mailbox.raise_told(lost.rank, "its activations")
+            raise
+        return self.device.used_by(self.device.upload(host, category), Stream.COMPUTE)
 
     def _download(self, tensor: torch.Tensor, category: str, temporary: bool = False) -> Placed:
         placed = self.executor.activations.place(tensor)
@@ -434,6 +449,13 @@ class _Run:
         if temporary:
             self.placed.append(placed)
         return placed
+
+
+def _add(gradient: torch.Tensor, arrived: torch.Tensor) -> None:
+    """Adds in the gradient's fp32. Torch adds numbers of another dtype one by one; converted first, and in pieces that
+    stay in the processor's cache, they are added several times faster, to the same bits."""
+    for total, part in zip(gradient.view(-1).split(_ADDED_AT_ONCE), arrived.view(-1).split(_ADDED_AT_ONCE)):
+        total.add_(part.to(total.dtype))
 
 
 _METHODS = {

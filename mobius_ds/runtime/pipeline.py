@@ -6,7 +6,7 @@ that one left in DRAM can be freed.
 """
 
 from types import MappingProxyType
-from typing import Any, Callable, Dict, FrozenSet, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, FrozenSet, Hashable, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
 from deepspeed.utils import logger
@@ -24,7 +24,7 @@ from mobius_ds.model.trace import trace
 from mobius_ds.model.wrappers import forward_of
 from mobius_ds.planning.check import check_schedule
 from mobius_ds.planning.plan import Plan
-from mobius_ds.planning.schedule import Kind, Schedule, Volumes, backward_schedule, forward_schedule, outputs_schedule
+from mobius_ds.planning.schedule import DEPTH, Kind, Schedule, Volumes, backward_schedule, forward_schedule, outputs_schedule
 from mobius_ds.plugin.config import MobiusConfig
 from mobius_ds.planning.units import GIB
 from mobius_ds.runtime.adoption import adopt
@@ -34,17 +34,22 @@ from mobius_ds.runtime.executor import Executor, Outputs
 from mobius_ds.runtime.ledger import Bytes, Ledger, no_bytes
 from mobius_ds.runtime.mailbox import Mailbox
 from mobius_ds.runtime.memory_estimate import Dram, OptimizerMemory, activation_bytes, check_dram, training_parts
-from mobius_ds.runtime.planning import Job, gpu_needs, plan_job
+from mobius_ds.runtime.planning import Chosen, Job, gpu_needs, plan_job
 from mobius_ds.runtime.random import mixed
 from mobius_ds.runtime.shared_memory import SEGMENT_BYTES, ActivationStore, Placed
 from mobius_ds.runtime.signatures import Inputs, Signatures
+from mobius_ds.runtime.store import ParameterStore
 from mobius_ds.runtime.sweep import (Microbatch, Sweep, TensorSlot, giving_stages, sharing_stages,
                                      stage_parameters, volumes)
+from mobius_ds.runtime.trace import Description, DeviceClock, HostClock, Recorder
+from mobius_ds.runtime.trace_file import open_trace
 
 Batch = Tuple[tuple, dict]
 """The arguments of one forward."""
 
 
+_KEPT = 32
+"""Of what sweeps that are alike have in common: schedules, up to some megabytes each, and what they are made from."""
 _STAGING = "gradients on their way"
 _SLOTS = "slots, the device being the CPU"
 
@@ -70,26 +75,29 @@ class Pipeline:
         exchange: gathers one object from every rank, in rank order; used while nothing else connects them.
         optimizer: what the job's optimizer takes of DRAM.
         layers: the layers themselves, for models that list them.
+        figures: whether the recorder's ``last_step`` is asked for.
 
     Raises:
         NotSplittable: the model has no layers.
         OutOfMemory: DRAM does not hold the model.
+        ValueError: the trace cannot be written.
     """
 
     def __init__(self, model: nn.Module, config: MobiusConfig, rank: int, world_size: int, device: torch.device,
                  exchange: Callable[[Any], List[Any]], optimizer: OptimizerMemory,
-                 layers: Optional[Sequence[nn.Module]] = None):
+                 layers: Optional[Sequence[nn.Module]] = None, figures: bool = False):
         self.rank = rank
         self.world_size = world_size
         self.config = config
         self.plan: Optional[Plan] = None
         self.units = find_units(model, config.layers, layers)
-        self.device = Device(device, Ledger(), _budget(config, device))
+        self.device = self._make_device(device)
         self.mailbox = Mailbox(rank, world_size, exchange, config.timeout_seconds)
+        self.recorder = self._make_recorder(figures)
         self.activations = ActivationStore(rank, self.device.register)
         with self.mailbox.told():
             self.device.budget = self._common_budget()
-            self.store = adopt(model, self.mailbox, self.device, optimizer.tensors)
+            self.store = self._make_store(model, optimizer)
         self.seed = self.mailbox.gather("initialize", torch.initial_seed())[0]
         self._optimizer = optimizer
         self._slot_bytes = 0
@@ -112,8 +120,33 @@ class Pipeline:
         self._contributed: FrozenSet[str] = frozenset()
         self._buffer_versions = {name: buffer._version for name, buffer in model.named_buffers()}
         self._predicted = no_bytes()
-        self._proved: Set[int] = set()
+        self._known_orders: Set[int] = set()
+        self._made: Dict[Hashable, Any] = {}
         self.keep_outputs = False
+        self.slots = DEPTH
+        """Stages whose weights a device holds at once; see the schedule."""
+
+    # What a rehearsal makes otherwise.
+
+    def _make_device(self, device: torch.device) -> Device:
+        return Device(device, Ledger(), _budget(self.config, device))
+
+    def _make_store(self, model: nn.Module, optimizer: OptimizerMemory) -> ParameterStore:
+        return adopt(model, self.mailbox, self.device, optimizer.tensors)
+
+    def _make_executor(self, plan: Plan) -> Executor:
+        return Executor(self.rank, plan, self.units, self.device, self.mailbox, self.activations, self.store, self.recorder)
+
+    def _choose_plan(self, job: Job) -> Chosen:
+        return plan_job(job)
+
+    def _make_recorder(self, figures: bool) -> Optional[Recorder]:
+        """What notes when tasks run, where that is asked for."""
+        path = self.config.trace
+        if path is None and not figures:
+            return None
+        file = None if path is None else open_trace(path, self.rank, self.world_size, self.mailbox.gather)
+        return Recorder(self.rank, HostClock() if self.device.is_cpu else DeviceClock(), file, figures)
 
     def _common_budget(self) -> Optional[int]:
         """The smallest budget of any rank: all must come to the same plan."""
@@ -160,10 +193,9 @@ class Pipeline:
         if self.plan is None:
             self._make_plan(entry, batches, ordered)
         sweep = self._sweep(entry, mode, ordered)
-        moved = volumes(self.plan, sweep, self.store.layout)
+        moved, schedule = self._once(("forward", sweep.form), lambda: self._forward_schedule(sweep))
         self._check_dram(sweep, moved)
-        schedule = forward_schedule(self.plan, sweep.home, moved)
-        self._accept(schedule)
+        self._count(schedule)
         return sweep, self._executor.forward(sweep, schedule, tensors)
 
     def outputs(self, sweep: Sweep) -> List[Outputs]:
@@ -177,8 +209,8 @@ class Pipeline:
         self.keep_outputs = True
         for microbatch in sweep.microbatches:
             microbatch.returned = microbatch.program.returned(everything=True)
-        schedule = outputs_schedule(self.plan, sweep.home, volumes(self.plan, sweep, self.store.layout))
-        self._accept(schedule)
+        schedule = self._proved(outputs_schedule(self.plan, sweep.home, volumes(self.plan, sweep, self.store.layout)))
+        self._count(schedule)
         with sweep.mode.restored():
             return self._executor.forward(sweep, schedule, [])
 
@@ -196,12 +228,11 @@ class Pipeline:
             raise OutOfStep("the ranks run the backward of different forwards: "
                             + ", ".join(f"rank {rank} of forward {number}" for rank, (number, _) in enumerate(gathered)))
         given = [leaves[i] for i in range(len(gathered[0][1])) for _, leaves in gathered if leaves]
-        layout = self.store.layout
-        shared = sharing_stages(self.plan, sweep, layout)
-        updates = giving_stages(self._updated_by, sweep) if update else {}
-        schedule = backward_schedule(self.plan, sweep.home, volumes(self.plan, sweep, layout, given), shared, updates)
-        self._accept(schedule, shared, updates)
-        reached = self._contributed.union(*(layout.trained(sweep.stage_parameters[key.stage])
+        does_update = update is not None
+        schedule = self._once(("backward", sweep.form, tuple(given), does_update),
+                              lambda: self._backward_schedule(sweep, given, does_update))
+        self._count(schedule)
+        reached = self._contributed.union(*(self.store.layout.trained(sweep.stage_parameters[key.stage])
                                             for key in schedule.gpu_of() if key.kind is Kind.WEIGHT_GRADIENTS))
         with sweep.mode.restored():
             self._garbage += self._executor.backward(
@@ -225,7 +256,11 @@ class Pipeline:
         # Batch norm changes its statistics without a new version; the count beside them has one.
         changed = {_holder(name) for name in written if buffers[name]._version != self._buffer_versions[name]}
         mine = {name: buffers[name].cpu() for name in written if _holder(name) in changed}
-        for rank, theirs in enumerate(self._gather("engine.step", mine)):
+        ended = None if self.recorder is None else self.recorder.end_step()
+        everyones, noted = zip(*self._gather("engine.step", (mine, ended)))
+        if ended is not None:
+            self.recorder.take(noted)
+        for rank, theirs in enumerate(everyones):
             for name, buffer in theirs.items() if rank != self.rank else ():
                 buffers[name].copy_(buffer)
         self._buffer_versions.update({name: buffers[name]._version for name in written})
@@ -267,6 +302,8 @@ class Pipeline:
 
     def close(self) -> None:
         """Leaves the pipeline. The module keeps its parameters."""
+        if self.recorder is not None:
+            self.recorder.close()
         self._executor = None  # and with it the slots, whoever still holds this object
         self.mailbox.close()
         self.device.close()
@@ -318,17 +355,41 @@ class Pipeline:
 
     def _sweep(self, entry: Entry, mode: Mode, ordered: Sequence[Tuple[int, Announcement]]) -> Sweep:
         everything = self.keep_outputs or not torch.is_grad_enabled()
+        form = everything, tuple((home, announcement.signature) for home, announcement in ordered)
         microbatches = []
         for home, announcement in ordered:
             program = self._programs[announcement.signature]
+            its_spans = self._once(("spans", announcement.signature),
+                                   lambda: spans(self._reference, self.plan.first_layers(), program))
             microbatches.append(Microbatch(
                 home, announcement.leaves, announcement.structure, announcement.input_bytes, announcement.seed, program,
-                spans(self._reference, self.plan.first_layers(), program), program.returned(everything)))
-        sweep = Sweep(self._next_sweep, entry, mode, Parts(self._model), microbatches,
-                      stage_parameters(self.plan, microbatches, self.units.parameters))
+                its_spans, program.returned(everything)))
+        names = self._once(("parameters", form),
+                           lambda: stage_parameters(self.plan, microbatches, self.units.parameters))
+        sweep = Sweep(self._next_sweep, form, entry, mode, Parts(self._model), microbatches, names)
         self._sweeps[sweep.number] = sweep
         self._next_sweep += 1
         return sweep
+
+    def _once(self, what: Hashable, make: Callable[[], Any]) -> Any:
+        """What ``make`` returns, made once for sweeps that are alike; what was not asked for longest is forgotten."""
+        made = self._made.pop(what) if what in self._made else make()
+        while len(self._made) >= _KEPT:
+            del self._made[next(iter(self._made))]
+        self._made[what] = made  # the last of the dictionary is the one that was asked for last
+        return made
+
+    def _forward_schedule(self, sweep: Sweep) -> Tuple[Volumes, Schedule]:
+        moved = volumes(self.plan, sweep, self.store.layout)
+        return moved, self._proved(forward_schedule(self.plan, sweep.home, moved, self.slots))
+
+    def _backward_schedule(self, sweep: Sweep, given: Sequence[FrozenSet[int]], does_update: bool) -> Schedule:
+        layout = self.store.layout
+        shared = sharing_stages(self.plan, sweep, layout)
+        updates = giving_stages(self._updated_by, sweep) if does_update else {}
+        moved = volumes(self.plan, sweep, layout, given)
+        schedule = backward_schedule(self.plan, sweep.home, moved, shared, updates, self.slots)
+        return self._proved(schedule, shared, updates)
 
     def _check_dram(self, sweep: Sweep, moved: Volumes) -> None:
         """Refuses a forward, on all ranks alike, whose activations DRAM does not hold: asked when there are more of them
@@ -354,14 +415,18 @@ class Pipeline:
             raise
         self._largest_sweep = activations
 
-    def _accept(self, schedule: Schedule, shared: Mapping[int, Sequence[int]] = MappingProxyType({}),
-                updates: Mapping[int, Sequence[int]] = MappingProxyType({})) -> None:
-        """Proves a schedule right, the first time its order is met, and counts its bytes as predicted."""
+    def _proved(self, schedule: Schedule, shared: Mapping[int, Sequence[int]] = MappingProxyType({}),
+                updates: Mapping[int, Sequence[int]] = MappingProxyType({})) -> Schedule:
+        """A schedule that is proved right, the first time its order is met."""
         order = hash(tuple((task.key, task.gpu, task.after) for task in schedule.tasks))
-        if order not in self._proved:
+        if order not in self._known_orders:
             with self.mailbox.told():
                 check_schedule(schedule, self.plan, shared, updates)
-            self._proved.add(order)
+            self._known_orders.add(order)
+        return schedule
+
+    def _count(self, schedule: Schedule) -> None:
+        """Counts a schedule's bytes as predicted."""
         for category, nbytes in schedule.bytes_by_category(self.rank).items():
             self._predicted[category] += nbytes
 
@@ -374,11 +439,12 @@ class Pipeline:
                   sum(announcement.input_bytes for _, announcement in ordered), len(ordered),
                   lambda: TracedModel(entry, self.units, self._reference, *batches[0], self.device.torch_device),
                   {name: parameter.data for name, parameter in self._model.named_parameters()})
-        answer = None
+        answer = chosen = None
         if self.rank == 0:
             with self.mailbox.told(), own_random_numbers(self.device.torch_device):
                 try:
-                    answer = plan_job(job)
+                    chosen = self._choose_plan(job)
+                    answer = chosen.plan, chosen.how
                 except ValueError as error:  # no plan: everyone's error, not this rank's alone
                     answer = error
         answer = self.mailbox.gather("planning", answer)[0]
@@ -393,14 +459,26 @@ class Pipeline:
                 if name not in self._owner:
                     self._owner[name] = plan.gpu_of_stage[stage]
                     self._updated_by.setdefault(stage, []).append(name)
-        self._executor = Executor(self.rank, plan, self.units, self.device, self.mailbox, self.activations, self.store)
+        self._executor = self._make_executor(plan)
         if self.rank == 0:
             logger.info(f"Mobius: {how}")
+            if self.recorder is not None and self.recorder.writes:
+                self._describe(chosen, len(ordered))
             compiled = Parts(self._model).compiled
             if compiled:
                 kinds = ", ".join(sorted({type(module).__name__ for module in compiled}))
                 logger.warning(f"Mobius runs a model's modules as they are written: torch.compile has no effect on the "
                                f"{len(compiled)} that were compiled ({kinds}).")
+
+    def _describe(self, chosen: Chosen, microbatches: int) -> None:
+        """Tells the trace what is run."""
+        plan, topology = chosen.plan, chosen.request and chosen.request.topology
+        layers = [self._reference.calls[start].unit for start in self._reference.layer_starts()]
+        predicted, link = chosen.predicted(microbatches, self.slots), self.device.link
+        slowdown = link.wires.slowdown if link else None
+        about = Description(plan.gpus, plan.layers_per_stage, plan.gpu_of_stage, layers, chosen.how,
+                            topology and topology.root_of, slowdown)
+        self.recorder.describe(about, predicted and predicted.step, topology.name if topology else "")
 
 
 def _holder(name: str) -> str:

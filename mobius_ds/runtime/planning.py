@@ -8,7 +8,7 @@ import json
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Callable, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Callable, List, Mapping, NamedTuple, Optional
 
 import torch
 from deepspeed.utils import logger
@@ -18,6 +18,7 @@ from mobius_ds.model.profiling import TracedModel, computed_profile, measured_pr
 from mobius_ds.model.program import Program, spans
 from mobius_ds.planning.plan import InfeasiblePlan, Plan, make_plan
 from mobius_ds.planning.planner import Request, cached_plan, check_plan, explained, fingerprint, from_json
+from mobius_ds.planning.prediction import Prediction, predict_mobius
 from mobius_ds.planning.schedule import DEPTH
 from mobius_ds.planning.topology import Gpu, Topology, TopologyError
 from mobius_ds.planning.units import readable
@@ -53,11 +54,24 @@ class Job(NamedTuple):
     weights: Mapping[str, torch.Tensor]
 
 
-def plan_job(job: Job) -> Tuple[Plan, str]:
-    """Plans a job.
+class Chosen(NamedTuple):
+    """A job's plan."""
 
-    Returns:
-        The plan, and a paragraph that says how it came about.
+    plan: Plan
+    how: str
+    """A paragraph that says how it came about."""
+    request: Optional[Request] = None
+    """What it was planned for; None for a partition by hand or an even one."""
+
+    def predicted(self, microbatches: int, slots: int = DEPTH) -> Optional[Prediction]:
+        """What a step of so many micro-batches would take on the topology it was planned for."""
+        if self.request is None:
+            return None
+        return predict_mobius(self.request.profile, self.request.topology, self.plan, microbatches, slots)
+
+
+def plan_job(job: Job) -> Chosen:
+    """Plans a job.
 
     Raises:
         InfeasiblePlan: the device memory does not allow it.
@@ -72,23 +86,23 @@ def plan_job(job: Job) -> Tuple[Plan, str]:
     if layers < 1:
         raise InfeasiblePlan("the first forward ran none of the model's layers, so there is nothing to cut into stages. "
                              "Start with a forward that runs them.")
-    config = job.config
+    config, request = job.config, None
     if config.plan is not None:
         planned = from_json(config.plan)
         check_plan(planned.plan, layers, job.gpus, config.plan)
-        plan, how = planned.plan, f"plan of {config.plan}"
+        plan, how, request = planned.plan, f"plan of {config.plan}", planned.request
     elif config.stages is not None or config.layers_per_stage is not None:
         plan, how = make_plan(layers, job.gpus, config.stages, config.layers_per_stage), "partition given by hand"
     else:
         topology = _topology(job)
         if topology is not None:
-            plan, how = _best(job, topology)
+            plan, how, request = _best(job, topology)
         else:
             plan = make_plan(layers, job.gpus, shortfall=lambda partition: _missing(
                 job, make_plan(layers, job.gpus, layers_per_stage=partition)))
             how = "even partition, as there is no topology to plan for"
     _check_memory(job, plan)
-    return plan, f"{layers} layers in {plan.stages} stages on {plan.gpus} GPUs ({how}): {plan}"
+    return Chosen(plan, f"{layers} layers in {plan.stages} stages on {plan.gpus} GPUs ({how}): {plan}", request)
 
 
 def _topology(job: Job) -> Optional[Topology]:
@@ -114,7 +128,7 @@ def _topology(job: Job) -> Optional[Topology]:
                                         for gpu in topology.gpus))
 
 
-def _best(job: Job, topology: Topology) -> Tuple[Plan, str]:
+def _best(job: Job, topology: Topology) -> Chosen:
     def request() -> Request:
         traced = job.traced()
         name = type(traced.entry.model).__name__
@@ -125,7 +139,8 @@ def _best(job: Job, topology: Topology) -> Tuple[Plan, str]:
 
     folder = Path(os.environ.get(CACHE_VARIABLE, Path.home() / ".cache" / "mobius_ds" / "plans"))
     planned, read = cached_plan(_question(job, topology), request, folder, lambda text: logger.warning(f"Mobius: {text}"))
-    return planned.plan, f"planned for {topology.name}{', read from the cache' if read else ''}; {explained(planned)}"
+    how = f"planned for {topology.name}{', read from the cache' if read else ''}; {explained(planned)}"
+    return Chosen(planned.plan, how, planned.request)
 
 
 def _question(job: Job, topology: Topology) -> str:

@@ -145,4 +145,4 @@ class Slots:
             return buffers
         self._device.hold(DEPTH * (nbytes - present), what)
         buffers.clear()  # before the larger ones are made, so that both never exist at once
-        return [torch.empty(nbytes, dtype=torch.uint8, device=self._device.torch_device) for _ in range(DEPTH)]
+        return [torch.empty(nbytes, dtype=torch.uint8, device=self._device.memory_device) for _ in range(DEPTH)]

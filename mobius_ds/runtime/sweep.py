@@ -1,7 +1,7 @@
 """A sweep's data: its microbatches, where their tensors lie in DRAM, and the bytes it will move."""
 
 from dataclasses import dataclass, field
-from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, FrozenSet, Hashable, List, NamedTuple, Optional, Sequence, Tuple
 
 from mobius_ds.model.intercept import Entry
 from mobius_ds.model.mode import Mode
@@ -44,6 +44,8 @@ class Sweep:
     """What one rank knows of one forward, from its start until its backward is done or can no longer come."""
 
     number: int
+    form: Hashable
+    """Equal for sweeps that run the same tasks: it names their microbatches' kinds and homes, and what goes home."""
     entry: Entry
     mode: Mode
     """Of the model when the forward was called; whatever is computed again is computed in it."""

@@ -307,3 +307,14 @@ def test_stages_below_which_nothing_is_trained_have_no_backward(first_trained):
 def test_every_transfer_has_a_category():
     computes = {Kind.FORWARD, Kind.BACKWARD, Kind.RECOMPUTE, Kind.UPDATE}
     assert set(CATEGORY_OF) == set(Kind) - computes
+
+
+def test_updates_run_in_the_order_in_which_their_gradients_are_complete():
+    """A stream takes its work in order: the lowest stage, whose gradients come last, would hold up all others."""
+    plan = make_plan(6, 2, stages=6)
+    shared = {stage: [] for stage in range(6)}
+    # Stage 4's parameters are also used by stage 0, as an embedding's are by a head: they are complete with stage 0.
+    schedule = backward_schedule(plan, [0, 1], equal_volumes(6, 2), shared, {**{stage: [stage] for stage in range(6)}, 4: [0, 4]})
+    updates = {gpu: [task.key.stage for task in schedule.of(gpu) if task.key.kind is Kind.UPDATE] for gpu in range(2)}
+    assert updates[1] == [5, 3, 1]
+    assert updates[0][0] == 2 and set(updates[0][1:]) == {0, 4}

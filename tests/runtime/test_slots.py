@@ -6,6 +6,7 @@ from torch import nn
 
 from mobius_ds.runtime.device import Device
 from mobius_ds.runtime.errors import OutOfMemory
+from mobius_ds.runtime.executor import _add
 from mobius_ds.runtime.ledger import Ledger
 from mobius_ds.runtime.slots import Slots, StageMemory, gradient_groups
 from mobius_ds.runtime.store import Layout, ParameterStore
@@ -95,3 +96,13 @@ def test_slots_grow_and_never_beyond_the_budget(device, store):
     assert device.peak_bytes() == 2 * 2000 + 2 * 100
     with pytest.raises(OutOfMemory, match="the gradients of two stages needs .* budget.*device_memory_gb"):
         slots.reserve(2000, 4000)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_gradients_are_added_in_pieces_to_the_same_bits(dtype):
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((), (0, ), (7, 5), (2**18 + 3, )):
+        gradient, arrived = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator).to(dtype)
+        expected = gradient.clone().add_(arrived)
+        _add(gradient, arrived)
+        assert torch.equal(gradient, expected)
