@@ -11,8 +11,8 @@ import traceback
 from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Optional
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.preloaded"])
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.preloaded"])
 # The server finds modules by the environment alone.
 _ROOT = str(Path(__file__).parent.parent)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH")]))
@@ -52,9 +52,9 @@ def run_ranks(world_size: int, function: Callable, *args: Any, timeout: float = 
 def outcomes_of_ranks(world_size: int, function: Callable, *args: Any, timeout: float = 120.0,
                       env: Optional[Dict[str, str]] = None) -> List[Outcome]:
     """Like ``run_ranks``, but returns how each rank ended, however it did."""
-    results: Any = _CONTEXT.Queue()
+    results: Any = CONTEXT.Queue()
     port = _free_port()
-    processes = [_CONTEXT.Process(target=_rank_main, args=(rank, world_size, port, env or {}, results, function, args))
+    processes = [CONTEXT.Process(target=_rank_main, args=(rank, world_size, port, env or {}, results, function, args))
                  for rank in range(world_size)]
     for process in processes:
         process.start()
