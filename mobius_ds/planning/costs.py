@@ -38,6 +38,13 @@ def to_dram(topology: Topology, gpu: int, nbytes: float) -> Tuple[Tuple[Link, fl
     return (("out", gpu), nbytes), (("root out", topology.root_of[gpu]), nbytes)
 
 
+def between_gpus(topology: Topology, gpu: int, nbytes: float) -> Tuple[Tuple[Link, float], ...]:
+    """The links of a GPU's part in a collective that brings it bytes of the others and them as many of its own."""
+    if topology.peer_bandwidth is not None:
+        return ((("peer", gpu), nbytes),)
+    return to_gpu(topology, gpu, nbytes) + to_dram(topology, gpu, nbytes)
+
+
 def speed(topology: Topology, gpu: int) -> float:
     """How fast a GPU is, relative to the topology's first one, for which profiles are made."""
     return topology.gpus[gpu].flops / topology.gpus[0].flops
@@ -64,9 +71,8 @@ def mobius_costs(profile: ModelProfile, topology: Topology, plan: Plan) -> Costs
     stages = stages_of(profile, plan)
 
     def cost(task: Task) -> Cost:
-        outward = task.category == "gradients_out" or task.key.kind.name.startswith("GIVE_")
         return compute_cost(task, stages, topology) \
-            or Cost(0.0, (to_dram if outward else to_gpu)(topology, task.gpu, task.nbytes))
+            or Cost(0.0, (to_dram if task.is_outward else to_gpu)(topology, task.gpu, task.nbytes))
 
     return cost
 
@@ -79,18 +85,22 @@ def zero3_costs(layers: Sequence[LayerProfile], topology: Topology) -> Costs:
     and otherwise the links of both GPUs through DRAM.
     """
     others = (topology.size - 1) / topology.size
-
-    def between(gpu: int, nbytes: float) -> Tuple[Tuple[Link, float], ...]:
-        if topology.peer_bandwidth is not None:
-            return ((("peer", gpu), nbytes),)
-        return to_gpu(topology, gpu, nbytes) + to_dram(topology, gpu, nbytes)
-
     single = [[layer] for layer in layers]
 
     def cost(task: Task) -> Cost:
         shard = (to_gpu if task.key.kind is Kind.GATHER else to_dram)(topology, task.gpu, task.nbytes / topology.size)
         return compute_cost(task, single, topology) \
-            or Cost(0.0, _summed(shard + between(task.gpu, others * task.nbytes)))
+            or Cost(0.0, _summed(shard + between_gpus(topology, task.gpu, others * task.nbytes)))
+
+    return cost
+
+
+def collective_costs(layers: Sequence[LayerProfile], topology: Topology) -> Costs:
+    """Costs of the same tasks where the GPUs' memory holds everything: all their bytes go from GPU to GPU."""
+    single = [[layer] for layer in layers]
+
+    def cost(task: Task) -> Cost:
+        return compute_cost(task, single, topology) or Cost(0.0, between_gpus(topology, task.gpu, task.nbytes))
 
     return cost
 

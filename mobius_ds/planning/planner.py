@@ -17,7 +17,7 @@ from mobius_ds.planning.mapping import contention, cross, sequential
 from mobius_ds.planning.partition import Heuristic, best_partition, even, max_stage, min_stage
 from mobius_ds.planning.partition_cost import describe_shortfall, problem_of
 from mobius_ds.planning.plan import InfeasiblePlan, Plan
-from mobius_ds.planning.prediction import Prediction, predict_mobius
+from mobius_ds.planning.prediction import Prediction, offloaded_bytes, predict_mobius
 from mobius_ds.planning.profile import ModelProfile, profile_from_json
 from mobius_ds.planning.topology import Topology, topology_from_json
 from mobius_ds.planning.units import readable
@@ -104,9 +104,7 @@ def make_best_plan(request: Request) -> Planned:
 
 def check_dram(profile: ModelProfile, topology: Topology) -> None:
     """Raises InfeasiblePlan if the model and its training state do not fit the topology's DRAM."""
-    trained = sum(layer.gradient_bytes for layer in profile.layers) // 2
-    # fp32 masters, gradients and two moments of what is trained, beside the weights themselves.
-    need = profile.weight_bytes + 16 * min(trained, profile.parameters)
+    need = offloaded_bytes(profile)
     if need > topology.dram_bytes:
         raise InfeasiblePlan(f"{profile.name} needs {readable(need)} of DRAM for weights, fp32 masters, gradients and "
                              f"optimizer moments, but {topology.name} has {readable(topology.dram_bytes)}: "

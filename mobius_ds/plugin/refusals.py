@@ -4,7 +4,7 @@ Settings of how ZeRO partitions, gathers, quantizes or prefetches are not here: 
 does, change no result, and may stay in the config.
 """
 
-from typing import Any, Iterator, NamedTuple, Optional
+from typing import Any, Iterator, NamedTuple, Optional, Tuple
 
 import torch
 from deepspeed.moe.layer import MoE
@@ -33,6 +33,11 @@ def refuse(config: DeepSpeedConfig, mpu: Any, mesh: Any, model: nn.Module) -> No
     for refusal in (*_of_parallelism(config, mpu, mesh), *_of_settings(config), *_of_model(model)):
         raise ValueError(f"Mobius does not run {refusal.what}: {refusal.why}. {refusal.way_out}, or set "
                          '"mobius": {"enabled": false}.')
+
+
+def refused_settings(config: DeepSpeedConfig) -> Tuple[Refusal, ...]:
+    """What a config asks for that Mobius does not do, whatever the model."""
+    return (*_of_parallelism(config, None, None), *_of_settings(config))
 
 
 def _of_parallelism(config: DeepSpeedConfig, mpu: Any, mesh: Any) -> Iterator[Refusal]:

@@ -1,49 +1,59 @@
 """``mobius-ds plan`` and ``mobius-ds simulate``: a plan explained before anything runs."""
 
 import argparse
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
-from typing import List, Sequence
+from typing import List
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from mobius_ds.planning.costs import stages_of
+from mobius_ds.planning.exposure import quartiles
 from mobius_ds.planning.planner import MAPPINGS, STRATEGIES, Planned, Request, explained, from_json, make_best_plan, write
-from mobius_ds.planning.prediction import Prediction, predict_gpipe, predict_roundpipe, predict_zero3_offload
-from mobius_ds.planning.schedule import Kind, Stream
-from mobius_ds.planning.profile import ModelProfile, profile_from_json
+from mobius_ds.planning.prediction import Prediction, accumulated, predict_gpipe, predict_roundpipe, predict_zero3_offload
+from mobius_ds.planning.profile import ModelProfile
 from mobius_ds.planning.topology import PRESETS, Topology
 from mobius_ds.planning.units import readable
+from mobius_ds.reporting.script_profile import profile_of_script
+from mobius_ds.reporting.trace_report import exposure_of
 
 PERCENT = 100
-OVERRIDE_VARIABLE, PROFILE_VARIABLE = "MOBIUS_DS", "MOBIUS_DS_PROFILE"
-PACKAGE = Path(__file__).resolve().parents[1]
-LAST_LINES = 30
+TOPOLOGIES = f"a preset ({', '.join(PRESETS)}), a JSON file"
 CATEGORIES = ("parameters_in", "gradients_out", "activations_in", "activations_out")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that name a model, and how long to plan it."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", help="folder or file with a Hugging Face config, or a GPT size such as gpt-8b")
+    source.add_argument("--script", type=Path, help="training script that takes --deepspeed_config; it runs on one rank up "
+                        "to its first forward, which is profiled")
+    parser.add_argument("--config", type=Path, help="the script's DeepSpeed config")
+    add_batch_arguments(parser)
+    parser.add_argument("script_args", nargs="*", metavar="-- SCRIPT_ARGS", help="passed on to the script")
+
+
+def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options for the shape of a micro-batch, and for how long to plan."""
+    parser.add_argument("--micro-batch", type=int, default=1, help="samples in a micro-batch (default: 1)")
+    parser.add_argument("--seq", type=int, default=1024, help="tokens in a sample (default: 1024)")
+    parser.add_argument("--time-limit", type=float, default=30.0, help="seconds for the solver (default: %(default)g)")
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``plan``."""
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--model", help="folder or file with a Hugging Face config, or a GPT size such as gpt-8b")
-    source.add_argument("--script", type=Path, help="training script that takes --deepspeed_config; it runs on one rank up to "
-                        "its first forward, which is profiled")
-    parser.add_argument("--config", type=Path, help="the script's DeepSpeed config")
-    parser.add_argument("--topology", required=True, help=f"a preset ({', '.join(PRESETS)}), a JSON file, or 'detect'")
-    parser.add_argument("--micro-batch", type=int, default=1, help="samples in a micro-batch (default: 1)")
-    parser.add_argument("--seq", type=int, default=1024, help="tokens in a sample (default: 1024)")
+    add_model_arguments(parser)
+    parser.add_argument("--topology", required=True, help=f"{TOPOLOGIES}, or 'detect'")
+    add_choice_arguments(parser)
+    parser.add_argument("--out", type=Path, help="write the plan here")
+
+
+def add_choice_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options for what a plan is made for, and how."""
     parser.add_argument("--microbatches", type=int, help="micro-batches in a step (default: one per GPU)")
     parser.add_argument("--strategy", choices=STRATEGIES, default="mip", help="how to partition (default: mip)")
     parser.add_argument("--mapping", choices=MAPPINGS, default="cross", help="how to map stages to GPUs (default: cross)")
-    parser.add_argument("--time-limit", type=float, default=30.0, help="seconds for the solver (default: 30)")
-    parser.add_argument("--out", type=Path, help="write the plan here")
-    parser.add_argument("script_args", nargs="*", metavar="-- SCRIPT_ARGS", help="passed on to the script")
 
 
 def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +70,7 @@ def plan(args: argparse.Namespace) -> int:
         from mobius_ds.runtime.topology_detection import topology_by_name
 
         topology = topology_by_name(args.topology)
-        planned = make_best_plan(Request(_profile(args, topology), topology,
+        planned = make_best_plan(Request(profile_of(args, topology), topology,
                                          topology.size if args.microbatches is None else args.microbatches,
                                          args.strategy, args.mapping, args.time_limit))
         show(planned, console)
@@ -81,12 +91,12 @@ def simulate(args: argparse.Namespace) -> int:
     try:
         planned = from_json(args.plan)
         prediction = planned.prediction()
-        console.print(comparison_table(planned, [prediction]))
+        console.print(comparison_table(planned.request.profile.model_bytes, [prediction]))
         if args.trace:
-            timeline.write_chrome_trace(prediction.sweeps, args.trace)
+            timeline.write_chrome_trace(prediction.step, args.trace, planned.request.topology.name)
             console.print(f"{escape(str(args.trace))} written")
         if args.png:
-            timeline.draw(prediction.sweeps, args.png, f"{planned.request.profile.name} on {planned.request.topology.name}")
+            timeline.draw(prediction.step, args.png, f"{planned.request.profile.name} on {planned.request.topology.name}")
             console.print(f"{escape(str(args.png))} written")
     except (ValueError, OSError) as error:  # no plan; or a place or a kind of file that cannot be written
         said = f"cannot write {error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
@@ -95,7 +105,12 @@ def simulate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _profile(args: argparse.Namespace, topology: Topology) -> ModelProfile:
+def profile_of(args: argparse.Namespace, topology: Topology) -> ModelProfile:
+    """The profile of the model that the options name, on the topology's GPU.
+
+    Raises:
+        ValueError: there is no such model, script or config, or the script has no forward.
+    """
     if args.model is not None:
         from mobius_ds.model.profiling import profile_description
         return profile_description(args.model, args.micro_batch, args.seq, topology.gpus[0]).profile
@@ -103,26 +118,6 @@ def _profile(args: argparse.Namespace, topology: Topology) -> ModelProfile:
         if path is None or not path.is_file():
             raise ValueError(f"{what} {path} is no file; a script is planned with --script FILE --config FILE")
     return profile_of_script(args.script, args.config, args.script_args).on_gpu_of(topology.gpus[0].flops)
-
-
-def profile_of_script(script: Path, config: Path, arguments: Sequence[str]) -> ModelProfile:
-    """Runs a training script on one rank up to its first forward, and takes that one's profile, for 1 FLOP/s.
-
-    Raises:
-        ValueError: the script ended without a forward of an engine.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        written = Path(folder) / "profile.json"
-        environment = {**os.environ, OVERRIDE_VARIABLE: "1", PROFILE_VARIABLE: str(written)}
-        # The plugin is loaded in the script's process whether or not the package is installed there.
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")]))
-        ran = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1",
-                              "--module", "mobius_ds.plugin.launcher", str(script), "--deepspeed_config", str(config),
-                              *arguments], env=environment, capture_output=True, text=True)
-        if not written.exists():
-            last = "\n".join((ran.stdout + ran.stderr).splitlines()[-LAST_LINES:])
-            raise ValueError(f"{script} ended (status {ran.returncode}) without a forward that could be profiled:\n{last}")
-        return profile_from_json(json.loads(written.read_text()))
 
 
 def show(planned: Planned, console: Console) -> None:
@@ -134,11 +129,12 @@ def show(planned: Planned, console: Console) -> None:
                   f"{topology.name}, {topology.size} GPUs, {request.microbatches} micro-batches", highlight=False)
     console.print(stage_table(planned, prediction))
     console.print(explained(planned), highlight=False, soft_wrap=True)
-    predictions = [prediction, predict_zero3_offload(profile, topology),
-                   predict_gpipe(profile, topology, request.microbatches)]
-    if request.microbatches % topology.size == 0:  # RoundPipe takes rounds of as many micro-batches as GPUs
+    predictions = [prediction, predict_gpipe(profile, topology, request.microbatches)]
+    rounds, left = divmod(request.microbatches, topology.size)
+    if not left:  # ZeRO-3 and RoundPipe take rounds of as many micro-batches as GPUs
+        predictions.insert(1, accumulated(predict_zero3_offload(profile, topology), rounds))
         predictions.append(predict_roundpipe(profile, topology, request.microbatches))
-    console.print(comparison_table(planned, predictions))
+    console.print(comparison_table(profile.model_bytes, predictions))
 
 
 def stage_table(planned: Planned, prediction: Prediction) -> Table:
@@ -148,7 +144,7 @@ def stage_table(planned: Planned, prediction: Prediction) -> Table:
                           ("handed on", "right"), ("forward, ms", "right"), ("backward, ms", "right"),
                           ("copy exposed, ms", "right")):
         table.add_column(name, justify=justify)
-    exposed = [exposed_copies(prediction, sweep) for sweep in range(2)]
+    exposed = {stage.stage: (stage.forward, stage.backward) for stage in prediction.figures.stages}
     for stage, layers in enumerate(stages_of(planned.request.profile, planned.plan)):
         first = planned.plan.first_layers()[stage]
         kinds = " ".join(dict.fromkeys(layer.name for layer in layers))
@@ -157,31 +153,16 @@ def stage_table(planned: Planned, prediction: Prediction) -> Table:
                       readable(sum(layer.weight_bytes for layer in layers)), readable(layers[-1].boundary_bytes),
                       f"{sum(layer.forward_seconds for layer in layers) * 1e3:.1f}",
                       f"{sum(layer.backward_seconds for layer in layers) * 1e3:.1f}",
-                      " / ".join(_exposure(part.get(stage, 0.0)) for part in exposed))
+                      " / ".join(map(exposure_of, exposed[stage])))
     return table
 
 
-def exposed_copies(prediction: Prediction, sweep: int) -> dict:
-    """Seconds that each stage's first compute waited for its weights alone, in one of the sweeps."""
-    _, timeline = prediction.sweeps[sweep]
-    ends = {played.task.key: played.end for played in timeline.played}
-    waited = {}
-    for gpu in range(prediction.gpus):
-        free = 0.0
-        for played in timeline.of(gpu, Stream.COMPUTE):
-            stage = played.task.key.stage
-            others = [ends[key] for key in played.task.after if key.kind is not Kind.WEIGHTS and key in ends]
-            if stage not in waited:
-                ready = max([free, *others])
-                copied = next(ends[key] for key in played.task.after if key.kind is Kind.WEIGHTS)
-                waited[stage] = max(0.0, copied - ready)
-            free = played.end
-    return waited
+def comparison_table(model_bytes: int, predictions: List[Prediction]) -> Table:
+    """Predicted steps side by side.
 
-
-def comparison_table(planned: Planned, predictions: List[Prediction]) -> Table:
-    """Predicted steps side by side."""
-    model_bytes = planned.request.profile.model_bytes
+    Args:
+        model_bytes: the model's size, 4 bytes a parameter.
+    """
     table = Table(title="predicted step")
     table.add_column("")
     for prediction in predictions:
@@ -196,25 +177,11 @@ def comparison_table(planned: Planned, predictions: List[Prediction]) -> Table:
         *((f"  {category}", lambda p, category=category: readable(p.bytes_by_category.get(category, 0)))
           for category in CATEGORIES),
         ("bytes / model size", lambda p: f"{sum(p.bytes_by_category.values()) / model_bytes:.2f}"),
-        ("weights and gradients, GB/s", lambda p: " / ".join(f"{rate / 1e9:.1f}" for rate in quartiles(p)) or "-"),
+        ("weights and gradients, GB/s", lambda p: " / ".join(
+            f"{rate / 1e9:.1f}" for rate in quartiles(p.bandwidth_distribution())) or "-"),
         ("memory per GPU", lambda p: readable(max(p.memory_bytes))),
         ("fits", lambda p: "yes" if p.fits else f"[red]OOM[/]: {readable(p.missing_bytes)} missing"),
     ]
     for name, figure in rows:
         table.add_row(name, *(figure(prediction) for prediction in predictions))
     return table
-
-
-def quartiles(prediction: Prediction) -> List[float]:
-    """Bytes/s below which a quarter, half and three quarters of the weight and gradient bytes move; empty without any."""
-    moved = prediction.bandwidth_distribution()
-    total, found, passed = sum(nbytes for _, nbytes in moved), [], 0
-    for rate, nbytes in moved:
-        passed += nbytes
-        while len(found) < 3 and passed >= (len(found) + 1) / 4 * total:
-            found.append(rate)
-    return found
-
-
-def _exposure(seconds: float) -> str:
-    return "hidden" if seconds < 5e-5 else f"{seconds * 1e3:.1f}"

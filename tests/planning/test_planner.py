@@ -1,9 +1,13 @@
 """Planning as a whole: plan files, the cache, predictions, and what cannot be planned."""
 
+import contextlib
 import dataclasses
 import json
+import sys
+import tempfile
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mobius_ds import cli
@@ -11,6 +15,7 @@ from mobius_ds.planning.plan import InfeasiblePlan
 from mobius_ds.planning.planner import Request, cached_plan, from_json, make_best_plan, to_json, write
 from mobius_ds.planning.prediction import predict_gpipe, predict_mobius, predict_zero3_offload
 from mobius_ds.planning.topology import preset
+from mobius_ds.reporting import script_profile
 from tests.planning.models import even_model
 
 FOUR = preset("3090ti-4-2+2")
@@ -104,7 +109,7 @@ def test_plan_and_simulate_as_commands(tmp_path, capsys):
     told = capsys.readouterr().out
     assert "gpt-3b: 3.13 B parameters" in told and "zero3-offload" in told and "gpipe" in told and "contention" in told
     assert cli.main(["simulate", str(path), "--trace", str(trace), "--png", str(png)]) == 0
-    events = json.loads(trace.read_text())["traceEvents"]
+    events = json.loads(trace.read_text())
     computed = [event for event in events if event["ph"] == "X" and event["cat"] == "compute"]
     stages = from_json(path).plan.stages
     assert len(computed) == 2 * stages * 4 and all(event["dur"] >= 0 for event in computed)
@@ -112,7 +117,14 @@ def test_plan_and_simulate_as_commands(tmp_path, capsys):
     capsys.readouterr()
 
 
-def test_a_script_is_planned_by_its_own_first_forward(tmp_path, capsys):
+def test_a_script_is_planned_by_its_own_first_forward(tmp_path, capsys, monkeypatch):
+    with tempfile.TemporaryDirectory() as temporary:  # a short name, as sockets lie there
+        monkeypatch.setenv("TMPDIR", temporary)
+        plan_script(tmp_path, capsys)
+        assert not list(Path(temporary).glob("torchelastic*"))
+
+
+def plan_script(tmp_path, capsys):
     root, path = Path(__file__).parents[2], tmp_path / "plan.json"
     script, config = root / "comparisons" / "train_gpt.py", root / "ds_configs" / "gpt_offload.json"
     assert cli.main(["plan", "--script", str(script), "--config", str(config), "--topology", "3090-2", "--strategy", "even",
@@ -125,6 +137,19 @@ def test_a_script_is_planned_by_its_own_first_forward(tmp_path, capsys):
     capsys.readouterr()
     assert cli.main(["plan", "--script", str(empty), "--config", str(config), "--topology", "3090-2"]) == 1
     assert "without a forward that could be profiled" in capsys.readouterr().out
+
+
+def test_a_script_that_does_not_come_to_its_first_forward_is_stopped_with_its_ranks(tmp_path, monkeypatch):
+    launcher = tmp_path / "python"  # with a rank that does not heed a request to end
+    launcher.write_text(f"#!/bin/sh\n(trap '' TERM; sleep 60) & echo $! > {tmp_path}/rank; echo loading; wait\n")
+    launcher.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(launcher))
+    monkeypatch.setattr(script_profile, "LIMIT_SECONDS", 1.0)
+    monkeypatch.setattr(script_profile, "GRACE_SECONDS", 0.5)
+    with pytest.raises(ValueError, match="was stopped after 1 s without a forward that could be profiled:\nloading"):
+        script_profile.profile_of_script(tmp_path / "script.py", tmp_path / "config.json", [])
+    with contextlib.suppress(psutil.NoSuchProcess):
+        assert psutil.Process(int((tmp_path / "rank").read_text())).status() == psutil.STATUS_ZOMBIE
 
 
 def test_what_cannot_be_planned_is_one_error(tmp_path, capsys):
