@@ -16,10 +16,13 @@ from typing import TYPE_CHECKING, Any, Iterator, Mapping, Optional, Sequence, Un
 if TYPE_CHECKING:
     from mobius_ds.plugin.config import MobiusConfig
 
-__all__ = ["ADOPTED", "RANDOM_STATE", "RECORD_VARIABLE", "install"]
+__all__ = ["ADOPTED", "DEVICE_MEMORY_VARIABLE", "RANDOM_STATE", "RECORD_VARIABLE", "install"]
 
 RECORD_VARIABLE = "MOBIUS_DS_RECORD"
 """Environment variable that makes every engine of the process record its steps for ``mobius-ds compare``."""
+
+DEVICE_MEMORY_VARIABLE = "MOBIUS_DS_DEVICE_MEMORY_GB"
+"""Environment variable that tells a recorded engine other than Mobius' how much device memory a rank may use, in GiB."""
 
 ADOPTED = "_mobius"
 """Attribute of a parameter that lies in a pipeline's store: what answers for it."""
@@ -50,7 +53,7 @@ def install() -> None:
     going_back.replace_checkpoints_of_mobius(deepspeed.DeepSpeedEngine)
     going_back.export_checkpoints_of_mobius(deepspeed.utils.zero_to_fp32)
     if os.environ.get(RECORD_VARIABLE):
-        from mobius_ds.reporting import recorder
+        from mobius_ds.reporting.observation import recorder
 
         recorder.install()
 

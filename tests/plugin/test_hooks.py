@@ -282,7 +282,8 @@ def wheels(tmp_path_factory):
     source = tmp_path_factory.mktemp("source")
     for name in ("setup.py", "pyproject.toml"):
         shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "mobius_ds", source / "mobius_ds", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("mobius_ds", "comparisons", "ds_configs"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     found = {}
     for kind in ("wheel", "editable"):
         out = source / kind
@@ -321,3 +322,6 @@ def test_installed_package_hooks_into_the_real_deepspeed(wheels, tmp_path):
     site_packages, = (tmp_path / "venv").glob("lib/python*/site-packages")
     (site_packages / "zz_others.pth").write_text(sysconfig.get_path("purelib"))
     python(HOOKED, executable=executable, path=())
+    python("from mobius_ds.reporting.compare import DEFAULT_CONFIG, DEFAULT_SCRIPT\n"
+           "assert DEFAULT_CONFIG.is_file() and DEFAULT_SCRIPT.is_file()\n"
+           f"assert DEFAULT_SCRIPT.is_relative_to({str(site_packages)!r})", executable=executable, path=())

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from mobius_ds.reporting.records import rank_file, read_progress, read_records
-from mobius_ds.reporting.recorder import Recorder
+from mobius_ds.reporting.observation.records import rank_file, read_progress, read_records
+from mobius_ds.reporting.observation.recorder import Recorder
 from mobius_ds.runtime.ledger import Ledger
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mobius_ds.reporting.records import rank_file
-from mobius_ds.reporting.recorder import Recorder
+from mobius_ds.reporting.observation.records import rank_file
+from mobius_ds.reporting.observation.recorder import Recorder
 
 WIDTH, LAYERS = 32, 4  # every parameter divides evenly among 1, 2 and 4 ranks
 STEPS = 3

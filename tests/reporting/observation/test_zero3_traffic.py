@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 WORKER = Path(__file__).with_name("zero3_worker.py")
-CHECKOUT = Path(__file__).parents[2]
+CHECKOUT = Path(__file__).parents[3]
 
 PARAMETERS = 4 * (32 * 32 + 32)
 STEPS = 3

@@ -8,8 +8,12 @@
      "traffic": [{category: bytes}], "predicted_traffic": [...] or null, "delivered_bytes": [...],
      "peak_device_bytes", "peak_device_measure" (what that is),
      "store_bytes" (Mobius' DRAM store on this node) or null, "pss_bytes",
+     "sweeps" (how often a step goes through the model: once a microbatch, but once in all in ``train_batch``),
      "pinned_bytes", "pageable_bytes" (of the host memory that Mobius copies from and to, what is pinned, and what could
-     not be; both null under ZeRO-3)}
+     not be; both null for other engines),
+     "last_step": {"begin", "end", "transfers": [[name, category, bytes received, bytes sent, begin, end, crossing]],
+     "waits": [[begin, end]], "spans": [[forward or backward, begin, end]]} or null: the last step of an engine that is
+     observed on CPU, in seconds on a clock that all ranks of a node share}
 
 One entry a step in every list; bytes are this rank's. A loss is null when the script called ``loss.backward()``
 instead of ``engine.backward(loss)``. While it runs, rank 0 keeps the number of finished steps in
@@ -17,6 +21,7 @@ instead of ``engine.backward(loss)``. While it runs, rank 0 keeps the number of 
 """
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -28,12 +33,13 @@ import psutil
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import logger
 
 from mobius_ds.plugin.hooks import RECORD_VARIABLE
-from mobius_ds.reporting.records import Record, progress_file, rank_file
-from mobius_ds.reporting.zero3_traffic import Zero3Traffic, delivered_bytes
+from mobius_ds.reporting.observation.emulated_server import remove_shared_files
+from mobius_ds.reporting.observation.records import Record, progress_file, rank_file
+from mobius_ds.reporting.observation.sources import source_of
+from mobius_ds.reporting.observation.transfers import Transfers, transfers_of
 from mobius_ds.runtime.ledger import Bytes
 
 Loss = Union[float, torch.Tensor, None]
@@ -51,8 +57,9 @@ def install(folder: Optional[Union[str, Path]] = None) -> None:
 
     @functools.wraps(build)
     def build_and_record(engine, *args, **kwargs):
+        transfers = transfers_of(engine, folder)  # streams are emulated before the engine makes its own
         build(engine, *args, **kwargs)
-        recorder = Recorder(engine, folder)
+        recorder = Recorder(engine, folder, transfers)
         recorder.attach()
         atexit.register(recorder.write)
 
@@ -61,20 +68,28 @@ def install(folder: Optional[Union[str, Path]] = None) -> None:
 
 
 class Recorder:
-    """One rank's record of one engine. ``attach()`` wraps the engine's own methods, on the object only."""
+    """One rank's record of one engine. ``attach()`` wraps the engine's own methods, on the object only.
 
-    def __init__(self, engine, folder: Path):
+    Args:
+        folder: where it is written.
+        transfers: notes when those of an engine that is observed run.
+    """
+
+    def __init__(self, engine, folder: Path, transfers: Optional[Transfers] = None):
         self._engine = engine
         self._folder = folder
-        self._traffic = _traffic_source(engine)
+        self._transfers = transfers
+        self._traffic = source_of(engine, folder, transfers)
         self._in_step = False
         self._in_train_batch = False
         self._microbatch_losses: List[Tuple[torch.Tensor, float]] = []
+        self._sweeps = 0
         self._step_began: Optional[float] = None
         self._losses: List[Loss] = []
         self._step_seconds: List[float] = []
         self._step_traffic: List[Bytes] = []
         self._step_predicted: List[Bytes] = []
+        self._last_step: Optional[Dict[str, Any]] = None
         self._pss_bytes = 0
         self._about_engine: Dict[str, Any] = {}
 
@@ -88,6 +103,8 @@ class Recorder:
 
     def write(self) -> None:
         """Writes this rank's file; the losses come off the device here, not during training."""
+        if self._engine.global_rank == 0:
+            remove_shared_files(self._folder)
         if not self._step_seconds:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -102,7 +119,9 @@ class Recorder:
             "traffic": self._step_traffic,
             "predicted_traffic": self._step_predicted if self._traffic.predicts else None,
             "delivered_bytes": [self._traffic.delivered(traffic) for traffic in self._step_traffic],
+            "sweeps": self._sweeps,
             "pss_bytes": self._pss_bytes,
+            "last_step": self._last_step,
         }
 
     def _describe_engine(self) -> Dict[str, Any]:
@@ -112,7 +131,7 @@ class Recorder:
             "ranks": engine.world_size,
             "engine": type(engine).__name__,
             "device": _device_name(),
-            "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()),
+            "parameters": self._traffic.parameters,
             "dtype": str(engine.get_data_types()[0]).removeprefix("torch."),
             "peak_device_bytes": self._traffic.peak_device_bytes(),
             "peak_device_measure": self._traffic.peak_device_measure,
@@ -124,7 +143,8 @@ class Recorder:
         # engine.eval() reaches the module only, not the engine's own flag.
         if self._engine.module.training and torch.is_grad_enabled():
             self._begin_step()
-        return forward(*args, **kwargs)
+        with self._timed("forward"):
+            return forward(*args, **kwargs)
 
     def _observe_backward(self, backward, loss, *args, **kwargs):
         self._begin_step(drop=False)  # only if the forward was the raw module's: its bytes are the step's
@@ -132,7 +152,8 @@ class Recorder:
         scaled_here = kwargs.get("scale_wrt_gas", True)
         weight = 1 / self._engine.gradient_accumulation_steps() if scaled_here else 1.0
         self._microbatch_losses.append((loss.detach().to(torch.float32, copy=True), weight))
-        return backward(loss, *args, **kwargs)
+        with self._timed("backward"):
+            return backward(loss, *args, **kwargs)
 
     def _observe_step(self, step, *args, **kwargs):
         before = self._engine.global_steps
@@ -140,24 +161,34 @@ class Recorder:
         # DeepSpeed's step() updates the weights only at an accumulation boundary.
         if self._engine.global_steps > before and not self._in_train_batch:
             losses = [loss * weight for loss, weight in self._microbatch_losses]
-            self._end_step(sum(losses) if losses else None)
+            self._end_step(sum(losses) if losses else None, sweeps=self._engine.gradient_accumulation_steps())
         return result
 
     def _observe_train_batch(self, train_batch, *args, **kwargs):
         self._begin_step()
         self._in_train_batch = True
         try:
-            loss = train_batch(*args, **kwargs)
+            with self._timed("train_batch"):
+                loss = train_batch(*args, **kwargs)
         finally:
             self._in_train_batch = False
-        self._end_step(loss.detach().to(torch.float32, copy=True))
+        self._end_step(loss.detach().to(torch.float32, copy=True), sweeps=1)
         return loss
 
     def _observe_destroy(self, destroy, *args, **kwargs):
         self.write()
         atexit.unregister(self.write)
         self._traffic.close()
+        if self._transfers is not None:
+            self._transfers.close()
         return destroy(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _timed(self, name: str):
+        begin = time.perf_counter()
+        yield
+        if self._transfers is not None:
+            self._transfers.notes.ran(name, begin, time.perf_counter())
 
     def _begin_step(self, drop: bool = True) -> None:
         """Drops what was counted before a step's first forward: start-up, evaluation, saving."""
@@ -166,15 +197,21 @@ class Recorder:
         self._in_step = True
         if drop:
             self._traffic.take()
+            if self._transfers is not None:
+                self._transfers.notes.take()
         if self._step_began is None:
             self._step_began = time.perf_counter()
 
-    def _end_step(self, loss: Loss) -> None:
-        self._step_seconds.append(time.perf_counter() - self._step_began)
+    def _end_step(self, loss: Loss, sweeps: int) -> None:
+        ended = time.perf_counter()
+        self._step_seconds.append(ended - self._step_began)
+        if self._transfers is not None:
+            self._last_step = {"begin": self._step_began, "end": ended, **self._transfers.notes.take()}
         moved, predicted = self._traffic.take()
         self._step_traffic.append(moved)
         self._step_predicted.append(predicted)
         self._losses.append(loss)
+        self._sweeps = sweeps
         self._microbatch_losses.clear()
         self._pss_bytes = max(self._pss_bytes, proportional_set_bytes())
         self._about_engine = self._describe_engine()  # at exit the engine may be closed already
@@ -186,84 +223,6 @@ class Recorder:
         if self._engine.global_rank == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
             progress_file(self._folder).write_text(str(len(self._step_seconds)))
-
-
-class _MobiusSource:
-    """Traffic and memory as the Mobius engine counts them itself."""
-
-    predicts = True
-    peak_device_measure = "what Mobius held on the device, slots, activations and gradients"
-
-    def __init__(self, engine):
-        self._engine = engine
-
-    def take(self) -> Tuple[Bytes, Bytes]:
-        return self._engine.take_traffic(), self._engine.take_predicted_traffic()
-
-    def delivered(self, traffic: Bytes) -> int:
-        return sum(traffic.values())  # nothing is forwarded: all that crosses a link is delivered
-
-    def peak_device_bytes(self) -> int:
-        return self._engine.peak_device_bytes()
-
-    def store_bytes(self) -> Optional[int]:
-        return self._engine.host_bytes_per_node()
-
-    def pinned_and_pageable_bytes(self) -> Tuple[Optional[int], Optional[int]]:
-        return self._engine.pinned_bytes(), self._engine.pageable_bytes()
-
-    def close(self) -> None:
-        pass
-
-
-class _Zero3Source:
-    """Traffic and memory of an unmodified ZeRO-3 engine, observed."""
-
-    predicts = False
-
-    def __init__(self, engine):
-        self._observed = Zero3Traffic(engine).start()
-        # The CPU accelerator has no device memory to ask for.
-        self._has_device_memory = get_accelerator().device_name() != "cpu"
-        if self._has_device_memory:
-            get_accelerator().reset_peak_memory_stats()  # building the engine is no part of a step
-        self.peak_device_measure = ("the accelerator's own count" if self._has_device_memory else
-                                    "whole parameters gathered at once, without activations and gradients")
-
-    def take(self) -> Tuple[Bytes, Bytes]:
-        return self._observed.take(), {}
-
-    def delivered(self, traffic: Bytes) -> int:
-        return delivered_bytes(traffic)
-
-    def peak_device_bytes(self) -> int:
-        if self._has_device_memory:
-            return get_accelerator().max_memory_allocated()
-        return self._observed.peak_gathered_bytes()
-
-    def store_bytes(self) -> Optional[int]:
-        return None
-
-    def pinned_and_pageable_bytes(self) -> Tuple[Optional[int], Optional[int]]:
-        return None, None
-
-    def close(self) -> None:
-        self._observed.stop()
-
-
-def _traffic_source(engine):
-    """The counter that fits the engine.
-
-    Raises:
-        ValueError: neither a Mobius nor a ZeRO-3 engine.
-    """
-    if hasattr(engine, "take_traffic"):
-        return _MobiusSource(engine)
-    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
-        return _Zero3Source(engine)
-    raise ValueError(f"{RECORD_VARIABLE} is set, but only Mobius and ZeRO-3 engines can be recorded, not a "
-                     f"{type(engine).__name__} at ZeRO stage {engine.zero_optimization_stage()}: set "
-                     "zero_optimization.stage to 3 in the DeepSpeed config")
 
 
 def _device_name() -> str:
