@@ -1,76 +1,52 @@
 """``mobius-ds compare``: one script and one config, run once per arm, alone, and held side by side.
 
-Each arm is a job of its own under ``torch.distributed.run``, started one after the other with the same arguments;
-only the environment tells them apart (``MOBIUS_DS``, ``MOBIUS_DS_RECORD``). The script receives
-``--deepspeed_config PATH`` (DeepSpeed's own convention) and ``--steps N``, then the arguments after ``--``.
+The arms (``arms``) are jobs of their own (``job``), started one after the other with the same arguments.
 """
 
 import argparse
-import contextlib
-import copy
-import json
-import os
-import re
-import shutil
-import signal
-import socket
-import subprocess
+import math
+import shlex
 import sys
-import sysconfig
-import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
-import psutil
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from mobius_ds.plugin.hooks import RECORD_VARIABLE
-from mobius_ds.reporting import plots
-from mobius_ds.reporting.records import Record, read_progress, read_records
-from mobius_ds.reporting.report import (MOBIUS, ZERO3, ZERO3_DEFAULTS, build_report, findings, machine_description,
-                                        measures, rich_table, write_report)
+from mobius_ds.planning.topology import TopologyError
+from mobius_ds.reporting import forensics, html_report, job, plots, sweep
+from mobius_ds.reporting.answer import answer
+from mobius_ds.reporting.arms import (ARMS, DEFAULTS_ARM_STEPS, MOBIUS, ZERO3, Arm, CompareError, Failure, choose_arms,
+                                      explained, read_config, with_batch_per_rank, with_dtype, with_micro_batch, with_mobius)
+from mobius_ds.reporting.config_file import batch_of
+from mobius_ds.reporting.interruption import INTERRUPTED, ended_by_signal
+from mobius_ds.reporting.job import JobFailed, Jobs
+from mobius_ds.reporting.observation import observed_timeline
+from mobius_ds.reporting.observation.emulated_server import EmulatedServer
+from mobius_ds.reporting.observation.records import Record
+from mobius_ds.reporting.report import Report, build_report, findings, machine_description
+from mobius_ds.reporting.tables import measures, rich_table, write_report
 
-ARMS = (ZERO3, MOBIUS, ZERO3_DEFAULTS)
+_PACKAGE = Path(__file__).resolve().parents[1]
+_EXAMPLES = _PACKAGE if (_PACKAGE / "comparisons").is_dir() else _PACKAGE.parent  # installed, or a clone
+DEFAULT_SCRIPT = _EXAMPLES / "comparisons" / "train_gpt.py"
+DEFAULT_CONFIG = _EXAMPLES / "ds_configs" / "gpt_offload.json"
+DEFAULT_RANKS = 4
 
-# Left out, DeepSpeed chooses values that fit big models: a small one is then gathered once a step and never released.
-SIZE_SETTINGS = ("stage3_max_reuse_distance", "stage3_max_live_parameters", "stage3_prefetch_bucket_size",
-                 "stage3_param_persistence_threshold")
-
-DEFAULTS_ARM_STEPS = 5  # enough to see the bytes of a step; the arm is there for nothing else
-
-FLAG_VARIABLE = "MOBIUS_DS"
-CHECKOUT = Path(__file__).resolve().parents[2]
-DEFAULT_SCRIPT = CHECKOUT / "comparisons" / "train_gpt.py"
-DEFAULT_CONFIG = CHECKOUT / "ds_configs" / "gpt_offload.json"
-INTERRUPTED = 130  # a shell's status for ctrl-C
-
-_RUNS = "runs"  # in the output folder; an arm's own folder in there holds
-_CONFIG, _LAUNCHER_LOG, _RANK_LOGS = "ds_config.json", "launcher.log", "logs"
-_LAST_LINES = 40
-_POLL_SECONDS = 0.2
-_GRACE_SECONDS = 5.0
+_RUNS = "runs"  # in the output folder; each arm's own folder is in there
 
 
-class CompareError(Exception):
-    """A comparison that cannot be made; the message says why and what to do."""
+class Comparison(NamedTuple):
+    """What is to be run."""
 
+    arms: List[Arm]
+    jobs: Jobs
 
-@dataclass(frozen=True)
-class Arm:
-    """One run: a name and how it differs from the others."""
-
-    name: str
-    steps: int
-    config: Dict[str, Any]
-
-    @property
-    def flag(self) -> str:
-        """The value of ``MOBIUS_DS``."""
-        return "1" if self.name == MOBIUS else "0"
+    def value(self, over: str) -> Optional[int]:
+        """Where it stands among those of a sweep over ``over``; None if the script decides it."""
+        ranks = self.jobs.ranks
+        return ranks if over == sweep.RANKS else batch_of(self.arms[0].config, ranks).micro_batch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,13 +55,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="training script; must accept --deepspeed_config and --steps (default: a small GPT)")
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG,
                         help="DeepSpeed config (default: ZeRO-3 with CPU offload)")
-    parser.add_argument("--ranks", type=int, default=4, help="processes, one per GPU (default: 4)")
+    parser.add_argument("--ranks", type=int, help=f"processes, one per GPU (default: {DEFAULT_RANKS}, or as many as the "
+                        "server of --wires has GPUs)")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default: 20)")
-    parser.add_argument("--arms", help=f"what to run, of {', '.join(ARMS)}: the second is the config under Mobius, the "
-                        f"first under ZeRO-3, the third under ZeRO-3 without {', '.join(SIZE_SETTINGS)} "
-                        f"({DEFAULTS_ARM_STEPS} steps at most). Default: all that differ")
+    parser.add_argument("--arms", help=f"what to run, separated by commas. {explained(ARMS)} zero3-defaults takes "
+                        f"{DEFAULTS_ARM_STEPS} steps at most. Default: the first two, and the third where it differs")
     parser.add_argument("--out", type=Path, default=Path("mobius_compare"), help="folder for report, plots and logs")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="precision (default: the config's)")
+    parser.add_argument("--micro-batch", type=int, metavar="SAMPLES", help="of one rank (default: the config's)")
+    parser.add_argument("--device-memory-gb", type=float, metavar="GIB", help="device memory one rank may use, in every arm "
+                        "(default: mobius.device_memory_gb of the config, or what the device has)")
+    parser.add_argument("--sweep", type=sweep.parse, metavar="WHAT=VALUES", help="after the comparison, run all arms again "
+                        f"with ranks=1,2,4 or micro_batch=1,2,4, {sweep.STEPS} steps each at most, to see what grows")
+    parser.add_argument("--wires", metavar="TOPOLOGY", help="let every arm's bytes cross the emulated links of this server, "
+                        "a preset's name or a JSON file; needs --slowdown")
+    parser.add_argument("--slowdown", type=float, metavar="TIMES", help="how many times slower than the server's GPUs this "
+                        "machine computes: its links are emulated that much slower")
     parser.add_argument("script_args", nargs="*", metavar="-- SCRIPT_ARGS", help="passed on to the script")
 
 
@@ -93,18 +78,20 @@ def main(args: argparse.Namespace) -> int:
     """Runs the comparison.
 
     Returns:
-        0 if every arm ran and the arms agree; 1 if an arm failed, the losses differ, or Mobius' measured bytes are
-        not the predicted ones; 130 when interrupted.
+        0 if every arm that has to ran and Mobius agrees with ZeRO-3; 1 if one of them failed, their losses differ, or
+        Mobius' measured bytes are not the predicted ones; 130 when interrupted.
     """
     console = Console()
+    page = None
     try:
-        arms = choose_arms(args)
-        # A job scheduler's SIGTERM has to take the ranks along as ctrl-C does.
-        with _as_interrupt(signal.SIGTERM):
-            records = {arm.name: _run(arm, args, console) for arm in arms}
-        report = build_report(records, dtype_of(records[arms[0].name][0]), machine_description())
-        write_report(report, args.out)
-        plots.draw(report, args.out)
+        comparison = comparison_of(args, args.out / _RUNS)
+        points = _points(args, comparison.jobs.ranks)  # now, so that what is wrong with one is said before anything is run
+        with ended_by_signal():
+            report = _compared(comparison, console)
+            page = _write(report, args.out)
+            if args.sweep is not None:
+                report["sweep"] = _swept(args.sweep.over, comparison, points, report, console)
+                _write(report, args.out)
     except CompareError as error:
         console.print(f"[red]mobius-ds compare:[/] {escape(str(error))}")
         return 1
@@ -113,218 +100,159 @@ def main(args: argparse.Namespace) -> int:
                       f"{error.strerror}. Name a folder that can be written and has room with --out")
         return 1
     except KeyboardInterrupt:
-        console.print("interrupted; all processes stopped")
+        kept = f"; the comparison without its sweep is in {escape(str(page))}" if page else ""
+        console.print(f"interrupted; all processes stopped{kept}", soft_wrap=True)
         return INTERRUPTED
-    return _show(report, args.out, console)
+    return _show(report, page, console)
 
 
-def choose_arms(args: argparse.Namespace) -> List[Arm]:
-    """The arms to run, each with its effective DeepSpeed config.
+def comparison_of(args: argparse.Namespace, folder: Path, batch_of_ranks: Optional[int] = None) -> Comparison:
+    """What the command's arguments ask for.
+
+    Args:
+        folder: each arm gets a folder of its own in here.
+        batch_of_ranks: the config's batch is that of so many ranks, each of which keeps its share. Default: of those
+            that run.
 
     Raises:
-        CompareError: an unknown arm, a missing script or config, or a config that ZeRO-3 cannot run.
+        CompareError: a missing script or config, a config that ZeRO-3 cannot run, or a number that makes no sense.
     """
-    for what, path, default in (("--script", args.script, DEFAULT_SCRIPT), ("--config", args.config, DEFAULT_CONFIG)):
+    for what, path in (("--script", args.script), ("--config", args.config)):
         if not path.is_file():
-            raise CompareError(f"the default {path.name} comes with a clone of mobius_ds, not with the installed package: "
-                               f"run from a clone, or pass {what}" if path == default else
-                               f"{what} {path} does not exist")
-    if args.ranks < 1 or args.steps < 1:
-        raise CompareError(f"--ranks and --steps must be positive, got {args.ranks} and {args.steps}")
-    config = _with_dtype(_read_config(args.config), args.dtype)
-    zero = config.get("zero_optimization", {})
-    if zero.get("stage") != 3:
-        raise CompareError(f"{args.config} sets zero_optimization.stage to {zero.get('stage')}; only stage 3 is "
-                           "compared with Mobius")
-    sized = any(setting in zero for setting in SIZE_SETTINGS)
-    names = args.arms.split(",") if args.arms else [arm for arm in ARMS if sized or arm != ZERO3_DEFAULTS]
-    unknown = [name for name in names if name not in ARMS]
-    if unknown:
-        raise CompareError(f"unknown arm {unknown[0]!r} in --arms; choose from {', '.join(ARMS)}")
-    return [_arm(name, args.steps, config) for name in dict.fromkeys(names)]
+            raise CompareError(f"{what} {path} {'is not a file' if path.exists() else 'does not exist'}")
+    for option in ("ranks", "steps", "micro_batch", "device_memory_gb", "slowdown"):
+        value = getattr(args, option)
+        if value is not None and not 0 < value < math.inf:
+            raise CompareError(f"--{option.replace('_', '-')} must be positive and finite, got {value:g}")
+    server = _server(args)
+    ranks = args.ranks or (server.topology.size if server else DEFAULT_RANKS)
+    config = with_dtype(read_config(args.config), args.dtype)
+    if batch_of_ranks is not None:
+        config = with_batch_per_rank(config, batch_of_ranks)
+    config = with_micro_batch(config, args.micro_batch, ranks)
+    config = with_mobius(config, device_memory_gb=args.device_memory_gb, topology=args.wires)
+    arms = choose_arms(args.arms, config, args.script, ranks, args.steps)
+    return Comparison(arms, Jobs(args.script, args.script_args, ranks, folder, server))
 
 
-def _read_config(path: Path) -> Dict[str, Any]:
+def _server(args: argparse.Namespace) -> Optional[EmulatedServer]:
+    if args.wires is None and args.slowdown is None:
+        return None
+    if args.wires is None or args.slowdown is None:
+        raise CompareError("--wires and --slowdown go together: whose links to emulate, and how many times slower than its "
+                           "GPUs this machine computes")
+    if args.wires == "detect":
+        raise CompareError("--wires emulates the links of a server that is not here: name a preset, such as 4090-2, or a "
+                           "topology in a JSON file. Leave it out to use this machine's own")
+    from mobius_ds.runtime.topology_detection import topology_by_name  # imports torch
+
     try:
-        config = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CompareError(f"{path} is not valid JSON: {error}") from None
-    except OSError as error:
-        raise CompareError(f"cannot read {path}: {error.strerror}") from None
-    if not isinstance(config, dict) or not isinstance(config.get("zero_optimization", {}), dict):
-        raise CompareError(f"{path} is not a DeepSpeed config: it and its zero_optimization must be JSON objects")
-    return config
+        topology = topology_by_name(args.wires)
+        return EmulatedServer(topology.select(range(args.ranks or topology.size)), args.slowdown)
+    except TopologyError as error:
+        raise CompareError(f"--wires {args.wires}: {error}") from None
 
 
-def dtype_of(record: Record) -> str:
-    """The precision a run trained in: ``bf16``, ``fp16`` or ``fp32``. The config may have left it to the script ("auto")."""
-    return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[record["dtype"]]
+def _points(args: argparse.Namespace, ranks: int) -> Dict[int, Comparison]:
+    """By value of the sweep, what is to be run there.
 
-
-def _arm(name: str, steps: int, config: Dict[str, Any]) -> Arm:
-    if name != ZERO3_DEFAULTS:
-        return Arm(name, steps, config)
-    config = copy.deepcopy(config)
-    for setting in SIZE_SETTINGS:
-        config["zero_optimization"].pop(setting, None)
-    return Arm(name, min(steps, DEFAULTS_ARM_STEPS), config)
-
-
-def _with_dtype(config: Dict[str, Any], dtype: Optional[str]) -> Dict[str, Any]:
-    if dtype is None:
-        return config
-    for section in ("bf16", "fp16"):
-        if section in config or section == dtype:
-            config[section] = {**config.get(section, {}), "enabled": section == dtype}
-    return config
-
-
-def _run(arm: Arm, args: argparse.Namespace, console: Console) -> List[Record]:
-    folder = (args.out / _RUNS / arm.name).resolve()
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    (folder / _CONFIG).write_text(json.dumps(arm.config, indent=2) + "\n")
-
-    with (folder / _LAUNCHER_LOG).open("w") as log:
-        # Its own session, so that ctrl-C reaches this process alone, which then stops the ranks in order.
-        job = subprocess.Popen(_command(arm, args, folder), env=_environment(arm, args.ranks, folder),
-                               stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-        try:
-            _follow(job, arm, folder, console)
-        finally:
-            _stop_processes_recording_into(folder)
-            job.wait()
-    if job.returncode != 0:
-        raise CompareError(f"the {arm.name} arm failed (logs are in {folder}); {failure_of(folder)}")
-    try:
-        records = read_records(folder, args.ranks)
-    except FileNotFoundError as error:
-        raise CompareError(f"the {arm.name} arm ended, but recorded nothing: {error}. Logs are in {folder}") from None
-    _check_steps(records, arm)
-    return records
-
-
-def _command(arm: Arm, args: argparse.Namespace, folder: Path) -> List[str]:
-    return [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(args.ranks),
-        "--master_addr", "127.0.0.1", "--master_port", str(_free_port()),
-        "--redirects", "3", "--log-dir", str(folder / _RANK_LOGS),
-        "--module", "mobius_ds.plugin.launcher", str(args.script.resolve()),
-        "--deepspeed_config", str(folder / _CONFIG), "--steps", str(arm.steps), *args.script_args,
-    ]  # yapf: disable
-
-
-def _environment(arm: Arm, ranks: int, folder: Path) -> Dict[str, str]:
-    paths = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
-    if str(CHECKOUT) != sysconfig.get_path("purelib"):  # an installed package is found anyway
-        paths.insert(0, str(CHECKOUT))
-    return {
-        # Ranks share the cores: more threads than cores would slow both arms down.
-        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        FLAG_VARIABLE: arm.flag,
-        RECORD_VARIABLE: str(folder),
-    }
-
-
-def _follow(job: subprocess.Popen, arm: Arm, folder: Path, console: Console) -> None:
-    """Shows the arm's progress until the job ends."""
-    columns = (TextColumn("{task.fields[arm]}"), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-               TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        line = progress.add_task("starting (DeepSpeed's first start compiles for minutes)", total=arm.steps,
-                                 arm=f"{arm.name:14}")
-        while job.poll() is None:
-            steps = read_progress(folder)
-            progress.update(line, completed=steps, **({"description": "step"} if steps else {}))
-            time.sleep(_POLL_SECONDS)
-        progress.update(line, completed=read_progress(folder), description="step")
-
-
-def _check_steps(records: Sequence[Record], arm: Arm) -> None:
-    for record in records:
-        taken = len(record["step_seconds"])
-        if taken != arm.steps:
-            raise CompareError(f"the {arm.name} arm took {taken} steps instead of {arm.steps} on rank "
-                               f"{record['rank']}; the script has to take as many optimizer steps as --steps says")
-
-
-def failure_of(folder: Path) -> str:
-    """What made a job fail: the rank that failed first, how it ended, and the last lines it wrote."""
-    output = (folder / _LAUNCHER_LOG).read_text(errors="replace")
-    cause = re.search(r"Root Cause.*?rank +: (\d+).*?exitcode +: (-?\d+[^\n]*)", output, re.DOTALL)
-    if cause is None:
-        return f"the launcher itself failed:\n{_last_lines(output)}"
-    rank, exitcode = cause.groups()
-    written = _written_by(rank, folder)
-    ended = f"rank {rank} ended first, with exitcode {exitcode.strip()}"
-    # The rank that fails is often slower to exit than the one that only heard of it.
-    blamed = re.search(r"PeerLost: rank (\d+) is gone", written)
-    if blamed and (reason := _written_by(blamed[1], folder)):
-        return f"{ended}, because it lost rank {blamed[1]}, whose last lines are:\n{_last_lines(reason)}"
-    return f"{ended}:\n{_last_lines(written)}"
-
-
-def _written_by(rank: str, folder: Path) -> str:
-    # Ranks write at the same time; a log of their own keeps each one's last words together.
-    logs = sorted(folder.glob(f"{_RANK_LOGS}/*/attempt_0/{rank}/std*.log"), reverse=True)  # errors come last
-    return "".join(log.read_text(errors="replace") for log in logs)
-
-
-def _last_lines(text: str) -> str:
-    return "\n".join(text.splitlines()[-_LAST_LINES:])
-
-
-def _stop_processes_recording_into(folder: Path) -> None:
-    """Ends whatever is left of a job: the launcher and the ranks, each of which is a session of its own.
-
-    They are told by their environment, because ranks whose launcher was killed have lost their parent.
+    Args:
+        ranks: of the comparison itself.
     """
-    left = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(RECORD_VARIABLE) == str(folder):
-                left.append(process)
-    for process in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.terminate()
-    _, stubborn = psutil.wait_procs(left, timeout=_GRACE_SECONDS)
-    for process in stubborn:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(stubborn, timeout=_GRACE_SECONDS)
+    if args.sweep is None:
+        return {}
+    over, few_steps = args.sweep.over, {**vars(args), "steps": min(args.steps, sweep.STEPS)}
+    return {value: comparison_of(argparse.Namespace(**{**few_steps, over: value}), args.out / _RUNS / f"{over}-{value}",
+                                 batch_of_ranks=ranks if over == sweep.RANKS else None) for value in args.sweep.values}
 
 
-def _show(report: Dict[str, Any], folder: Path, console: Console) -> int:
+def run_arms(comparison: Comparison, console: Console,
+             any_may_fail: bool = False) -> Tuple[Dict[str, List[Record]], Dict[str, Failure]]:
+    """Runs the arms one after the other.
+
+    Args:
+        any_may_fail: also an arm that there is nothing to compare without.
+
+    Returns:
+        By arm, the records of its ranks; and by arm without any, why.
+
+    Raises:
+        JobFailed: an arm failed without which there is nothing to compare.
+    """
+    records: Dict[str, List[Record]] = {}
+    failed: Dict[str, Failure] = {}
+    for arm in comparison.arms:
+        if arm.unsuitable:
+            failed[arm.name] = Failure("not run", arm.unsuitable)
+            continue
+        try:
+            records[arm.name] = job.run(arm, comparison.jobs, console)
+        except JobFailed as error:
+            if arm.required and not any_may_fail:
+                raise
+            failed[arm.name] = error.failure
+    return records, failed
+
+
+def dtype_of(records: Mapping[str, Sequence[Record]]) -> str:
+    """The precision the runs trained in: ``bf16``, ``fp16`` or ``fp32``. The config may have left it to the script."""
+    first = next(iter(records.values()))[0]
+    return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[first["dtype"]]
+
+
+def _compared(comparison: Comparison, console: Console) -> Report:
+    """The report of the comparison itself."""
+    records, failed = run_arms(comparison, console)
+    if not records:
+        raise CompareError("no arm has run: " + "; ".join(f"{name}: {failure.why}" for name, failure in failed.items()))
+    report = build_report(records, dtype_of(records), machine_description(), failed)
+    server = comparison.jobs.server
+    report["emulated"] = server.to_report() if server else None
+    if MOBIUS in records:
+        try:
+            forensics.add_to_report(report, job.folder_of(MOBIUS, comparison.jobs))
+        except ValueError as error:  # no reason to lose the rest
+            report["comparison"]["notes"].append(f"{MOBIUS}: no timeline: {error}")
+    observed_timeline.add_to_report(report, records, server)
+    report.update(command=shlex.join(["mobius-ds", *sys.argv[1:]]), answer=answer(report))
+    return report
+
+
+def _swept(over: str, comparison: Comparison, points: Mapping[int, Comparison], report: Report,
+           console: Console) -> Dict[str, Any]:
+    """The report's ``sweep``. Where the comparison itself stands, nothing is run again."""
+    figures = []
+    for value, there in points.items():
+        if value == comparison.value(over):
+            figures.append(sweep.point(value, report["arms"], report["failed"]))
+            continue
+        console.print(f"{over} = {value}")
+        records, failed = run_arms(there, console, any_may_fail=True)
+        arms = build_report(records, dtype_of(records), report["machine"])["arms"] if records else {}
+        figures.append(sweep.point(value, arms, {name: failure._asdict() for name, failure in failed.items()}))
+    return {"over": over, "points": figures}
+
+
+def _write(report: Report, folder: Path) -> Path:
+    """Writes all that a comparison leaves, and returns the page for a browser."""
+    write_report(report, folder)
+    plots.draw(report, folder)
+    return html_report.write_html(report, folder)
+
+
+def _show(report: Report, page: Path, console: Console) -> int:
     problems, notes = findings(report)
     console.print(rich_table(report))
+    console.print(report["answer"]["headline"], style="bold", highlight=False, markup=False)
     difference = report["comparison"].get("max_loss_difference")
     if difference is not None:
         console.print(f"largest loss difference of {ZERO3} and {MOBIUS} at any step: {difference:.3g} "
                       f"(allowed: {report['comparison']['loss_tolerance']:g})")
     for note in notes:
-        console.print(f"note: {note}")
+        console.print(f"note: {escape(note)}")
     for problem in problems:
         console.print(f"[bold red]{escape(problem)}[/]")
     console.print(Markdown(measures(report)), style="dim")
-    console.print(f"{folder / 'report.md'}, report.json and plots written")
+    console.print(f"report.md, report.json and plots are in {escape(str(page.parent))}. To read in a browser:")
+    console.print(str(page.resolve()), soft_wrap=True, highlight=False, markup=False)
     return 1 if problems else 0
-
-
-@contextlib.contextmanager
-def _as_interrupt(number: int):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    before = signal.signal(number, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(number, before)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -14,7 +14,8 @@ from accelerate.utils.memory import find_executable_batch_size, should_reduce_ba
 from torch import nn
 
 from mobius_ds.planning.units import GIB
-from mobius_ds.reporting.report import build_report, table_rows
+from mobius_ds.reporting.report import build_report
+from mobius_ds.reporting.tables import table_rows
 from mobius_ds.runtime import pinning, pipeline
 from mobius_ds.runtime.errors import OutOfMemory
 from mobius_ds.runtime.host_memory import available_dram, binding_cap, caps, total_dram
@@ -296,7 +297,7 @@ def test_the_report_has_a_row_where_something_was_pinned_or_refused():
               "step_seconds": [1.0], "traffic": [dict.fromkeys(("parameters_in", "gradients_out", "activations_in",
                                                                 "activations_out", "other"), 1)],
               "predicted_traffic": None, "delivered_bytes": [1], "peak_device_bytes": 1, "peak_device_measure": "a test's",
-              "store_bytes": None, "pss_bytes": 1, "pinned_bytes": 0, "pageable_bytes": 0}
+              "store_bytes": None, "sweeps": 1, "pss_bytes": 1, "pinned_bytes": 0, "pageable_bytes": 0}
 
     def rows(**changes: int) -> Dict[str, List[str]]:
         report = build_report({"zero3": [{**record, "pinned_bytes": None, "pageable_bytes": None}],
