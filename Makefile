@@ -28,10 +28,10 @@ test: venv unlock
 
 # Nightly: 200 seeds of random delays on every example model, and 2,000 steps with evaluation and checkpoints.
 chaos: venv unlock
-	$(VENV)/bin/python -m pytest -q -n 2 tests/runtime/test_chaos.py --seeds 200 $(ARGS)
+	$(VENV)/bin/python -m pytest -q -n 2 tests/runtime/sweeps/test_chaos.py --seeds 200 $(ARGS)
 
 soak: venv unlock
-	$(VENV)/bin/python -m pytest -q tests/runtime/test_soak.py --soak-steps 2000 $(ARGS)
+	$(VENV)/bin/python -m pytest -q tests/runtime/engine/test_soak.py --soak-steps 2000 $(ARGS)
 
 compare: venv unlock
 	$(VENV)/bin/mobius-ds compare $(ARGS)

@@ -37,7 +37,7 @@ setup(
     # With the scripts and configs that ``mobius-ds compare`` runs.
     packages=[*find_packages(include=["mobius_ds", "mobius_ds.*"]), "mobius_ds.comparisons", "mobius_ds.ds_configs"],
     package_dir={"mobius_ds.comparisons": "comparisons", "mobius_ds.ds_configs": "ds_configs"},
-    package_data={"mobius_ds.reporting": ["page/*"], "mobius_ds.ds_configs": ["*.json"]},
+    package_data={"mobius_ds.reporting.page": ["report.*"], "mobius_ds.ds_configs": ["*.json"]},
     data_files=[("", ["mobius_ds/plugin/mobius_ds.pth"])],
     distclass=DistributionWithData,
     cmdclass={"install_data": InstallBesidePackages},

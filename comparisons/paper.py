@@ -17,16 +17,18 @@ from typing import Any, Callable, Dict, List, Tuple
 from rich.console import Console
 from rich.table import Table
 
-from mobius_ds.model.profiling import profile_description
-from mobius_ds.planning.costs import bandwidths, zero3_costs
-from mobius_ds.planning.mapping import sequential
-from mobius_ds.planning.peers import zero3_offload_schedule
-from mobius_ds.planning.plan import Plan
-from mobius_ds.planning.planner import Planned, Request, make_best_plan
-from mobius_ds.planning.prediction import predict_gpipe, predict_mobius, predict_roundpipe, predict_zero3_offload
-from mobius_ds.planning.profile import LayerProfile, ModelProfile
-from mobius_ds.planning.simulator import simulate
-from mobius_ds.planning.topology import preset
+from mobius_ds.inputs.profile import LayerProfile, ModelProfile
+from mobius_ds.inputs.topology import preset
+from mobius_ds.partition.mapping import sequential
+from mobius_ds.planner.planner import Planned, Request, make_best_plan
+from mobius_ds.prediction.mobius import predict_mobius
+from mobius_ds.prediction.pipelines import predict_gpipe, predict_roundpipe
+from mobius_ds.prediction.zero import predict_zero3_offload
+from mobius_ds.profiling.profiles import profile_description
+from mobius_ds.schedule.peers import zero3_offload_schedule
+from mobius_ds.schedule.plan import Plan
+from mobius_ds.simulation.costs import bandwidths, zero3_costs
+from mobius_ds.simulation.simulator import simulate
 
 PUBLISHED = json.loads((Path(__file__).parents[1] / "tests" / "data" / "published_results.json").read_text())
 PAPER, ARTIFACT = PUBLISHED["mobius-asplos23"], PUBLISHED["roundpipe-artifact"]
@@ -39,9 +41,9 @@ LENGTHS = (512, 1024, 2048)
 """Tokens in a sample. The paper's is not known to us; the middle one is used, the others show what it changes."""
 
 ASSUMPTIONS = """\
-GPUs reach 60 % of their published dense 16-bit rate (mobius_ds/planning/hardware.py, with sources); only FLOPs count.
+GPUs reach 60 % of their published dense 16-bit rate (mobius_ds/inputs/hardware.py, with sources); only FLOPs count.
 Micro-batches of one sample; 1024 tokens unless a row says otherwise. The paper's lengths are not known to us.
-GPT shapes 72x3072, 78x4096, 62x8192 are a lead, not confirmed; 3B is 60x2048, our choice (mobius_ds/model/gpt.py).
+GPT shapes 72x3072, 78x4096, 62x8192 are a lead, not confirmed; 3B is 60x2048, our choice (mobius_ds/profiling/gpt.py).
 PCIe 3.0 x16 carries 13.1 GB/s, and so does a root complex, each way at once (the paper's measurement, used each way).
 ZeRO-3 offload gathers forward and backward, ring collectives through DRAM, one layer ahead, without software overhead.
 Mobius runs as our runtime does: a barrier between forward and backward, whole stages copied, two slots per GPU.

@@ -26,9 +26,9 @@ VERBS = {
     "simulate": Verb("play a plan: figures, a trace, a picture", "mobius_ds.reporting.plan_report",
                      "add_simulate_arguments", "simulate"),
     "trace": Verb("say where the time of a recorded step went", "mobius_ds.reporting.trace_report"),
-    "rehearse": Verb("run a step of a model on an emulated server, by the runtime itself", "mobius_ds.reporting.rehearse"),
+    "rehearse": Verb("run a step of a model on an emulated server, by the runtime itself", "mobius_ds.emulation.rehearse"),
     "advise": Verb("say whether ZeRO-3, GPipe or Mobius suits a model on a machine", "mobius_ds.reporting.advise"),
-    "doctor": Verb("check this machine: what is fine, and what to do about the rest", "mobius_ds.reporting.machine.doctor"),
+    "doctor": Verb("check this machine: what is fine, and what to do about the rest", "mobius_ds.machine.doctor"),
 }
 
 

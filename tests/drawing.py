@@ -4,12 +4,14 @@ from dataclasses import replace
 from typing import Dict, Iterator, List, Tuple
 from xml.sax.saxutils import escape
 
-from mobius_ds.planning.plan import Plan
-from mobius_ds.planning.prediction import Prediction, predict_mobius, profile_volumes
-from mobius_ds.planning.schedule import Kind, Schedule, Stream, backward_schedule, forward_schedule
-from mobius_ds.planning.simulator import Played
-from mobius_ds.planning.topology import preset
-from tests.planning.models import even_model
+from mobius_ds.inputs.topology import preset
+from mobius_ds.prediction.mobius import predict_mobius, profile_volumes
+from mobius_ds.prediction.prediction import Prediction
+from mobius_ds.schedule.mobius import backward_schedule, forward_schedule
+from mobius_ds.schedule.plan import Plan
+from mobius_ds.schedule.tasks import Kind, Schedule, Stream
+from mobius_ds.simulation.simulator import Played
+from tests.planner.models import even_model
 
 GPUS, STAGES = 2, 6
 PLAN = Plan(GPUS, (1,) * STAGES, tuple(stage % GPUS for stage in range(STAGES)))

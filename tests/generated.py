@@ -13,8 +13,8 @@ import typing
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Sequence
 
-from mobius_ds import cli
-from mobius_ds.plugin import config, refusals
+from mobius_ds import cli, config
+from mobius_ds.runtime.engine import refusals
 from tests import drawing
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,7 +35,7 @@ def keys() -> str:
 
 
 def refused() -> str:
-    """What is refused, from the Refusals in plugin/refusals.py."""
+    """What is refused, from the Refusals in runtime/engine/refusals.py."""
     rows = []
     for node in ast.walk(ast.parse(inspect.getsource(refusals))):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Refusal":

@@ -8,4 +8,4 @@ import transformers  # noqa: F401
 from deepspeed.runtime.zero import partition_parameters, stage3  # noqa: F401
 from transformers import modeling_utils  # noqa: F401
 
-import mobius_ds.runtime.engine  # noqa: F401
+import mobius_ds.runtime.engine.engine  # noqa: F401

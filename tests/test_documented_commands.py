@@ -48,11 +48,11 @@ ON_TWO_RANKS = "--config ds_configs/auto_offload.json --ranks 2"
 ELSEWHERE: Dict[str, str] = {
     "make test": ".ci/run",
     "make compare": "tests/reporting/test_compare.py::test_all_arms_end_to_end",
-    "make paper": "tests/planning/test_paper.py",
-    "make chaos": "tests/runtime/test_chaos.py",
-    "make soak": "tests/runtime/test_soak.py",
+    "make paper": "tests/planner/test_paper.py",
+    "make chaos": "tests/runtime/sweeps/test_chaos.py",
+    "make soak": "tests/runtime/engine/test_soak.py",
     "pip install .": "tests/plugin/test_hooks.py",
-    "torchrun --nproc_per_node 4 train.py --deepspeed_config ds_config.json": "tests/runtime/test_restarts.py",
+    "torchrun --nproc_per_node 4 train.py --deepspeed_config ds_config.json": "tests/runtime/checkpoint/test_restarts.py",
     "deepspeed --num_gpus 4 train.py --deepspeed_config ds_config.json": "tests/plugin/test_launcher.py",
     "accelerate launch --config_file accelerate.yaml train.py":
         "tests/integrations/test_accelerate.py::test_a_loop_is_the_same_loop",
@@ -67,9 +67,9 @@ ELSEWHERE: Dict[str, str] = {
         "tests/reporting/test_compare.py::test_a_sweep_runs_all_arms_at_each_value",
     f"{COMPARE} --arms zero3,mobius --sweep micro_batch=1,2,4":
         "tests/reporting/test_compare.py::test_a_sweep_runs_all_arms_at_each_value",
-    f"{COMPARE} --wires 4090-2 --slowdown 1000": "tests/reporting/observation/test_wired.py",
+    f"{COMPARE} --wires 4090-2 --slowdown 1000": "tests/emulation/test_wired.py",
     "mobius-ds rehearse --model gpt-8b --topology 3090ti-4-2+2 --ablate":
-        "tests/reporting/test_rehearse.py::test_a_rehearsal_shows_what_the_runtime_adds_and_what_each_choice_is_worth",
+        "tests/emulation/test_rehearse.py::test_a_rehearsal_shows_what_the_runtime_adds_and_what_each_choice_is_worth",
 }
 """What takes minutes, or changes the environment: which test runs the same on a smaller scale."""
 

@@ -1,1 +1,1 @@
-"""How a model becomes layers and stages: discovery, tracing, replay. Knows nothing of processes or devices."""
+"""How a model becomes layers and stages: discovery, tracing, replay. Knows nothing of plans, processes or devices."""

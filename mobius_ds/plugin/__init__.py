@@ -1,0 +1,1 @@
+"""How DeepSpeed finds Mobius: the import hook, the patches, the launcher."""

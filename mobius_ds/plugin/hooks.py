@@ -13,24 +13,13 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Iterator, Mapping, Optional, Sequence, Union
 
+from mobius_ds.names import ADOPTED, KNOWN_DEEPSPEED, RANDOM_STATE, RECORD_VARIABLE
+
 if TYPE_CHECKING:
-    from mobius_ds.plugin.config import MobiusConfig
+    from mobius_ds.config import MobiusConfig
 
-__all__ = ["ADOPTED", "DEVICE_MEMORY_VARIABLE", "RANDOM_STATE", "RECORD_VARIABLE", "install"]
 
-RECORD_VARIABLE = "MOBIUS_DS_RECORD"
-"""Environment variable that makes every engine of the process record its steps for ``mobius-ds compare``."""
-
-DEVICE_MEMORY_VARIABLE = "MOBIUS_DS_DEVICE_MEMORY_GB"
-"""Environment variable that tells a recorded engine other than Mobius' how much device memory a rank may use, in GiB."""
-
-ADOPTED = "_mobius"
-"""Attribute of a parameter that lies in a pipeline's store: what answers for it."""
-
-RANDOM_STATE = "_mobius_random_state"
-"""Attribute of a ``PipelineModule``: the state of torch's generator when its layers were built."""
-
-KNOWN_DEEPSPEED = "0.19."
+__all__ = ["install"]
 
 
 def install() -> None:
@@ -41,7 +30,7 @@ def install() -> None:
     """
     import deepspeed
 
-    from mobius_ds.plugin import going_back
+    from mobius_ds.runtime.checkpoint import under_zero
 
     if hasattr(deepspeed.DeepSpeedEngine.__new__, "mobius_ds"):
         return
@@ -49,11 +38,11 @@ def install() -> None:
     _remember_random_state(deepspeed.pipe.PipelineModule)
     _choose_init_by_config(deepspeed.zero.Init)
     _let_one_rank_write(deepspeed.zero.GatheredParameters)
-    going_back.load_checkpoints_of_mobius(deepspeed.DeepSpeedEngine)
-    going_back.replace_checkpoints_of_mobius(deepspeed.DeepSpeedEngine)
-    going_back.export_checkpoints_of_mobius(deepspeed.utils.zero_to_fp32)
+    under_zero.load_checkpoints_of_mobius(deepspeed.DeepSpeedEngine)
+    under_zero.replace_checkpoints_of_mobius(deepspeed.DeepSpeedEngine)
+    under_zero.export_checkpoints_of_mobius(deepspeed.utils.zero_to_fp32)
     if os.environ.get(RECORD_VARIABLE):
-        from mobius_ds.reporting.observation import recorder
+        from mobius_ds.observation import recorder
 
         recorder.install()
 
@@ -64,8 +53,8 @@ def _choose_engine_by_config(engine_class: type, pipeline_engine_class: type) ->
         config = kwargs.get("config")
         if config is None or not _read(config).enabled:
             return object.__new__(cls)
-        from mobius_ds.runtime.engine import MobiusEngine
-        from mobius_ds.runtime.pipeline_engine import MobiusPipelineEngine
+        from mobius_ds.runtime.engine.engine import MobiusEngine
+        from mobius_ds.runtime.engine.pipeline_engine import MobiusPipelineEngine
 
         if issubclass(cls, MobiusEngine):
             return object.__new__(cls)
@@ -108,7 +97,7 @@ def _choose_init_by_config(init_class: type) -> None:
         given = signature.bind_partial(None, *args, **kwargs).arguments
         if not _read(given.get("config") or given.get("config_dict_or_path") or {}).enabled:
             return object.__new__(cls)
-        from mobius_ds.runtime.loading import SharedInit
+        from mobius_ds.runtime.dram.loading import SharedInit
 
         if cls not in (init_class, SharedInit):
             raise ValueError(f'"mobius" is enabled, but Mobius cannot stand in for {cls.__name__}, only for zero.Init '
@@ -151,10 +140,10 @@ def _gathered(parameters: Sequence[Any], modifier_rank: Optional[int]) -> Iterat
     with contextlib.ExitStack() as stack:
         adopted = [parameter for parameter in parameters if hasattr(parameter, ADOPTED)]
         if adopted and modifier_rank is not None:
-            from mobius_ds.runtime.parameters import written_by
+            from mobius_ds.runtime.engine.parameters import written_by
 
             stack.enter_context(written_by(modifier_rank, adopted))
-        loading = sys.modules.get("mobius_ds.runtime.loading")  # imported for the first model built under Mobius
+        loading = sys.modules.get("mobius_ds.runtime.dram.loading")  # imported for the first model built under Mobius
         if loading is not None:
             stack.enter_context(loading.gathered(parameters, modifier_rank))
         yield
@@ -164,7 +153,7 @@ def _read(config: Union[str, os.PathLike, Mapping[str, Any]]) -> "MobiusConfig":
     """The validated ``mobius`` section of a DeepSpeed config, which is a dictionary, a path or base64 text."""
     from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 
-    from mobius_ds.plugin.config import mobius_config
+    from mobius_ds.config import mobius_config
 
     return mobius_config(config if isinstance(config, Mapping) else load_ds_config(os.fspath(config)))
 

@@ -1,0 +1,1 @@
+"""The verbs of ``mobius-ds`` that tell: plans, traces, comparisons, advice."""

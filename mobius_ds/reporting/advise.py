@@ -8,13 +8,14 @@ from typing import List, NamedTuple, Optional, Union
 from rich.console import Console
 from rich.markup import escape
 
-from mobius_ds.planning.advice import DDP, GPIPE, MOBIUS, ZERO2, ZERO3, ZERO3_OFFLOAD, Advice, Candidate, advise, candidates
-from mobius_ds.planning.plan import InfeasiblePlan
-from mobius_ds.planning.planner import Planned, Request, make_best_plan
-from mobius_ds.planning.prediction import Prediction
-from mobius_ds.planning.profile import ModelProfile
-from mobius_ds.planning.topology import Topology, TopologyError
+from mobius_ds.inputs.profile import ModelProfile
+from mobius_ds.inputs.topology import Topology, TopologyError
+from mobius_ds.planner.advice import (DDP, GPIPE, MOBIUS, ZERO2, ZERO3, ZERO3_OFFLOAD, Advice, Candidate, advise,
+                                      candidates)
+from mobius_ds.planner.planner import Planned, Request, make_best_plan
+from mobius_ds.prediction.prediction import Prediction
 from mobius_ds.reporting.plan_report import TOPOLOGIES, add_model_arguments, comparison_table, profile_of
+from mobius_ds.schedule.plan import InfeasiblePlan
 
 _OFFLOAD = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
 SETTINGS = {
@@ -69,7 +70,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _topology(name: str) -> Topology:
-    from mobius_ds.runtime.topology_detection import topology_by_name
+    from mobius_ds.machine.topology_detection import topology_by_name
 
     try:
         return topology_by_name(name)

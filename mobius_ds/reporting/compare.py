@@ -14,19 +14,20 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.markup import escape
 
-from mobius_ds.planning.topology import TopologyError
-from mobius_ds.reporting import forensics, html_report, job, plots, sweep
-from mobius_ds.reporting.answer import answer
-from mobius_ds.reporting.arms import (ARMS, DEFAULTS_ARM_STEPS, MOBIUS, ZERO3, Arm, CompareError, Failure, choose_arms,
-                                      explained, read_config, with_batch_per_rank, with_dtype, with_micro_batch, with_mobius)
-from mobius_ds.reporting.config_file import batch_of
+from mobius_ds.emulation.server import EmulatedServer
+from mobius_ds.inputs.topology import TopologyError
+from mobius_ds.observation.records import Record
+from mobius_ds.reporting.comparison import forensics, job, observed_timeline, sweep
+from mobius_ds.reporting.comparison.answer import answer
+from mobius_ds.reporting.comparison.arms import (ARMS, DEFAULTS_ARM_STEPS, MOBIUS, ZERO3, Arm, CompareError, Failure,
+                                                 choose_arms, explained, read_config, with_batch_per_rank, with_dtype,
+                                                 with_micro_batch, with_mobius)
+from mobius_ds.reporting.comparison.config_file import batch_of
+from mobius_ds.reporting.comparison.job import JobFailed, Jobs
+from mobius_ds.reporting.comparison.report import Report, build_report, findings, machine_description
+from mobius_ds.reporting.comparison.tables import measures, rich_table, write_report
 from mobius_ds.reporting.interruption import INTERRUPTED, ended_by_signal
-from mobius_ds.reporting.job import JobFailed, Jobs
-from mobius_ds.reporting.observation import observed_timeline
-from mobius_ds.reporting.observation.emulated_server import EmulatedServer
-from mobius_ds.reporting.observation.records import Record
-from mobius_ds.reporting.report import Report, build_report, findings, machine_description
-from mobius_ds.reporting.tables import measures, rich_table, write_report
+from mobius_ds.reporting.page import html_report, plots
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _EXAMPLES = _PACKAGE if (_PACKAGE / "comparisons").is_dir() else _PACKAGE.parent  # installed, or a clone
@@ -144,7 +145,7 @@ def _server(args: argparse.Namespace) -> Optional[EmulatedServer]:
     if args.wires == "detect":
         raise CompareError("--wires emulates the links of a server that is not here: name a preset, such as 4090-2, or a "
                            "topology in a JSON file. Leave it out to use this machine's own")
-    from mobius_ds.runtime.topology_detection import topology_by_name  # imports torch
+    from mobius_ds.machine.topology_detection import topology_by_name  # imports torch
 
     try:
         topology = topology_by_name(args.wires)

@@ -8,15 +8,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mobius_ds.planning.costs import stages_of
-from mobius_ds.planning.exposure import quartiles
-from mobius_ds.planning.planner import MAPPINGS, STRATEGIES, Planned, Request, explained, from_json, make_best_plan, write
-from mobius_ds.planning.prediction import Prediction, accumulated, predict_gpipe, predict_roundpipe, predict_zero3_offload
-from mobius_ds.planning.profile import ModelProfile
-from mobius_ds.planning.topology import PRESETS, Topology
-from mobius_ds.planning.units import readable
+from mobius_ds.inputs.profile import ModelProfile
+from mobius_ds.inputs.topology import PRESETS, Topology
+from mobius_ds.inputs.units import readable
+from mobius_ds.planner.plan_files import from_json, write
+from mobius_ds.planner.planner import MAPPINGS, STRATEGIES, Planned, Request, explained, make_best_plan
+from mobius_ds.prediction.pipelines import predict_gpipe, predict_roundpipe
+from mobius_ds.prediction.prediction import Prediction
+from mobius_ds.prediction.zero import accumulated, predict_zero3_offload
 from mobius_ds.reporting.script_profile import profile_of_script
 from mobius_ds.reporting.trace_report import exposure_of
+from mobius_ds.simulation.costs import stages_of
+from mobius_ds.simulation.exposure import quartiles
 
 PERCENT = 100
 TOPOLOGIES = f"a preset ({', '.join(PRESETS)}), a JSON file"
@@ -67,7 +70,7 @@ def plan(args: argparse.Namespace) -> int:
     """Plans, and shows the plan beside what others would take. Returns the exit status."""
     console = Console()
     try:
-        from mobius_ds.runtime.topology_detection import topology_by_name
+        from mobius_ds.machine.topology_detection import topology_by_name
 
         topology = topology_by_name(args.topology)
         planned = make_best_plan(Request(profile_of(args, topology), topology,
@@ -112,7 +115,7 @@ def profile_of(args: argparse.Namespace, topology: Topology) -> ModelProfile:
         ValueError: there is no such model, script or config, or the script has no forward.
     """
     if args.model is not None:
-        from mobius_ds.model.profiling import profile_description
+        from mobius_ds.profiling.profiles import profile_description
         return profile_description(args.model, args.micro_batch, args.seq, topology.gpus[0]).profile
     for what, path in (("--script", args.script), ("--config", args.config)):
         if path is None or not path.is_file():

@@ -11,9 +11,9 @@ from typing import Sequence
 
 import psutil
 
-from mobius_ds.planning.profile import ModelProfile, profile_from_json
+from mobius_ds.inputs.profile import ModelProfile, profile_from_json
+from mobius_ds.names import FLAG_VARIABLE, PROFILE_VARIABLE
 
-OVERRIDE_VARIABLE, PROFILE_VARIABLE = "MOBIUS_DS", "MOBIUS_DS_PROFILE"
 PACKAGE = Path(__file__).resolve().parents[1]
 LAST_LINES = 30
 LIMIT_SECONDS = 1800.0
@@ -43,7 +43,7 @@ def _run(script: Path, arguments: Sequence[str], profile: Path, folder: Path) ->
     path = os.pathsep.join(filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1", "--log-dir",
                str(folder), "--module", "mobius_ds.plugin.launcher", str(script), *arguments]
-    environment = {**os.environ, "PYTHONPATH": path, OVERRIDE_VARIABLE: "1", PROFILE_VARIABLE: str(profile)}
+    environment = {**os.environ, "PYTHONPATH": path, FLAG_VARIABLE: "1", PROFILE_VARIABLE: str(profile)}
     with (folder / "output").open("w") as output:
         job = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         try:

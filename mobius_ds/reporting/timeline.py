@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Dict, List, Tuple
 
-from mobius_ds.planning.schedule import Stream
-from mobius_ds.planning.steps import Step, naming_lines, step_lines
-from mobius_ds.reporting.palette import fill_of
+from mobius_ds.reporting.page.palette import fill_of
+from mobius_ds.schedule.tasks import Stream
+from mobius_ds.simulation.chrome_trace import naming_lines, step_lines
+from mobius_ds.simulation.steps import Step
 
 
 def write_chrome_trace(step: Step, path: Path, says: str) -> None:

@@ -10,9 +10,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from mobius_ds.planning.hardware import GB, GIB
-from mobius_ds.planning.topology import PRESETS, Topology, TopologyError, preset, topology_from_json
-from mobius_ds.runtime.topology_detection import Detection, detect_topology
+from mobius_ds.inputs.hardware import GB, GIB
+from mobius_ds.inputs.topology import PRESETS, Topology, TopologyError, preset, topology_from_json
+from mobius_ds.machine.topology_detection import Detection, detect_topology
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

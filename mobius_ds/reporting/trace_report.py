@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mobius_ds.planning.exposure import Figures, Idle, quartiles
-from mobius_ds.planning.units import readable
+from mobius_ds.inputs.units import readable
 from mobius_ds.reporting import timeline
-from mobius_ds.reporting.forensics import Trace
+from mobius_ds.runtime.record.recorded_trace import Trace
+from mobius_ds.simulation.exposure import Figures, Idle, quartiles
 
 PERCENT, MILLISECONDS = 100, 1e3
 HIDDEN, SIMULATED_ROW = "hidden", "simulated"

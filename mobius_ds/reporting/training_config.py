@@ -5,10 +5,11 @@ from typing import Any, List, Mapping, NamedTuple, Optional, Tuple
 
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from mobius_ds.planning.advice import DDP, MOBIUS, ZERO2, ZERO3, ZERO3_OFFLOAD
-from mobius_ds.plugin.config import mobius_config
-from mobius_ds.plugin.refusals import refused_settings
-from mobius_ds.reporting.config_file import ACCUMULATION, BATCH, MICRO_BATCH, batch_of, read_config_file, without_auto
+from mobius_ds.config import mobius_config
+from mobius_ds.planner.advice import DDP, MOBIUS, ZERO2, ZERO3, ZERO3_OFFLOAD
+from mobius_ds.reporting.comparison.config_file import (ACCUMULATION, BATCH, MICRO_BATCH, batch_of, read_config_file,
+                                                        without_auto)
+from mobius_ds.runtime.engine.refusals import refused_settings
 
 _ON_GPU = {0: DDP, 2: ZERO2, 3: ZERO3}
 

@@ -12,7 +12,7 @@ import torch
 from tests.bad_input.cases import Case, check
 from tests.features import survives
 from tests.ranks import run_ranks
-from tests.runtime.checkpoint_jobs import model_of, scrambled, start, train
+from tests.runtime.checkpoint.checkpoint_jobs import model_of, scrambled, start, train
 from tests.runtime.jobs import failure, mine, rank_and_size, weights
 
 SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}

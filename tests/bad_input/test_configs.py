@@ -2,7 +2,7 @@
 
 from typing import Any, Dict
 
-from mobius_ds.runtime.planning import CACHE_VARIABLE
+from mobius_ds.names import CACHE_VARIABLE
 from tests.bad_input.cases import Case, check
 from tests.features import refused, survives
 from tests.ranks import run_ranks

@@ -12,11 +12,11 @@ from typing import Any, Callable, Dict, Iterator, List
 import pytest
 from torch.utils.file_baton import FileBaton
 
-from mobius_ds.planning import planner
-from mobius_ds.plugin.config import OVERRIDE_VARIABLE
-from mobius_ds.runtime import extensions, mailbox
-from mobius_ds.runtime.node import Node
-from mobius_ds.runtime.planning import CACHE_VARIABLE
+from mobius_ds.names import CACHE_VARIABLE, FLAG_VARIABLE
+from mobius_ds.planner import plan_files
+from mobius_ds.runtime.optimizer import extensions
+from mobius_ds.runtime.ranks import mailbox
+from mobius_ds.runtime.ranks.node import Node
 from tests.bad_input.cases import Case, check
 from tests.features import survives
 from tests.ranks import run_ranks
@@ -138,13 +138,13 @@ def damaged_plan(cache: Path) -> None:
 
 
 def full_disk(cache: Path) -> None:
-    write = planner.write
+    write = plan_files.write
 
     def write_on_it(*args: Any) -> None:
         with file_size_limit(1000):
             write(*args)
 
-    planner.write = write_on_it
+    plan_files.write = write_on_it
 
 
 @contextmanager
@@ -200,7 +200,7 @@ RANKS = [
     Case("two machines", elsewhere(host="other", boot="another"), "the ranks run on 2 machines (rank 0 on "),
     Case("two containers", elsewhere(host="other", network="net:[1]"),
          "the ranks run on 2 containers with networks of their own"),
-    Case("a flag that is none", lambda: os.environ.update({OVERRIDE_VARIABLE: "yes"}),
+    Case("a flag that is none", lambda: os.environ.update({FLAG_VARIABLE: "yes"}),
          "MOBIUS_DS must be 0 or 1, got 'yes'"),
     Case("no LOCAL_RANK", lambda: os.environ.pop("LOCAL_RANK"), "DeepSpeed requires the LOCAL_RANK environment variable"),
 ]

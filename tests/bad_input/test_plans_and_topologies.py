@@ -7,11 +7,12 @@ from typing import Any, Callable, Dict, List
 import pytest
 
 from mobius_ds import cli
-from mobius_ds.planning.planner import Request, make_best_plan, to_json
-from mobius_ds.planning.topology import preset
+from mobius_ds.inputs.topology import preset
+from mobius_ds.planner.plan_files import to_json
+from mobius_ds.planner.planner import Request, make_best_plan
 from tests.bad_input.cases import Case
 from tests.features import survives
-from tests.planning.models import even_model
+from tests.planner.models import even_model
 
 SERVER = preset("4090-2").to_json()
 

@@ -12,7 +12,7 @@ from mobius_ds.model.intercept import Entry
 from mobius_ds.model.program import Program, Span, spans
 from mobius_ds.model.replay import replayed
 from mobius_ds.model.trace import trace
-from mobius_ds.planning.plan import even_partition
+from mobius_ds.schedule.plan import even_partition
 
 CPU = torch.device("cpu")
 

@@ -1,7 +1,7 @@
 """How DeepSpeed finds the plugin.
 
 The hooks are under test here, not the engine: where one is needed, a tiny stand-in takes the place of
-``mobius_ds.runtime.engine``. Everything that depends on the order of imports runs in a process of its own.
+``mobius_ds.runtime.engine.engine``. Everything that depends on the order of imports runs in a process of its own.
 """
 
 import json
@@ -53,7 +53,7 @@ before, losses_before = train({})
 import mobius_ds
 from mobius_ds.plugin import hooks
 
-stand_in = types.ModuleType("mobius_ds.runtime.engine")
+stand_in = types.ModuleType("mobius_ds.runtime.engine.engine")
 class MobiusEngine(PlainEngine):
     def __init__(self, *args, **kwargs):
         torch.nn.Module.__init__(self)
@@ -63,7 +63,7 @@ class MobiusEngine(PlainEngine):
     def _configure_python_gc(self):
         pass
 stand_in.MobiusEngine = MobiusEngine
-sys.modules["mobius_ds.runtime.engine"] = stand_in
+sys.modules["mobius_ds.runtime.engine.engine"] = stand_in
 
 ON, OFF = {"mobius": {"enabled": True}}, {"mobius": {"enabled": False}}
 

@@ -2,11 +2,13 @@
 
 from typing import Any, Dict, List
 
-from mobius_ds.model.profiling import profile_description
-from mobius_ds.planning.plan import Plan
-from mobius_ds.planning.prediction import Prediction, predict_mobius, predict_zero3_offload
-from mobius_ds.planning.topology import PRESETS
-from mobius_ds.runtime.ledger import CATEGORIES
+from mobius_ds.inputs.topology import PRESETS
+from mobius_ds.prediction.mobius import predict_mobius
+from mobius_ds.prediction.prediction import Prediction
+from mobius_ds.prediction.zero import predict_zero3_offload
+from mobius_ds.profiling.profiles import profile_description
+from mobius_ds.runtime.device.ledger import CATEGORIES
+from mobius_ds.schedule.plan import Plan
 
 MODEL_SIZE = 100_000_000
 

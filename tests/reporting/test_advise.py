@@ -6,12 +6,12 @@ import pytest
 from rich.console import Console
 
 from mobius_ds import cli
-from mobius_ds.planning.advice import DDP, MOBIUS, ZERO2, ZERO3, ZERO3_OFFLOAD, Advice, Candidate
-from mobius_ds.planning.topology import preset
+from mobius_ds.inputs.topology import preset
+from mobius_ds.planner.advice import DDP, MOBIUS, ZERO2, ZERO3, ZERO3_OFFLOAD, Advice, Candidate
 from mobius_ds.reporting.advise import SETTINGS, Job, _show_what_to_do
 from mobius_ds.reporting.training_config import read_training_config
 from tests.integrations.tiny import llama_config
-from tests.planning.models import even_model
+from tests.planner.models import even_model
 
 BF16 = {"bf16": {"enabled": True}}
 

@@ -13,11 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mobius_ds.reporting import compare, job, sweep
-from mobius_ds.reporting.arms import Failure
+from mobius_ds.reporting import compare
+from mobius_ds.reporting.comparison import job, sweep
+from mobius_ds.reporting.comparison.arms import Failure
+from mobius_ds.reporting.comparison.job import JobFailed
 from mobius_ds.reporting.interruption import INTERRUPTED
-from mobius_ds.reporting.job import JobFailed
-from tests.reporting.test_report import record, traffic
+from tests.reporting.comparison.test_report import record, traffic
 
 CHECKOUT = Path(__file__).parents[2]
 DS_CONFIGS = CHECKOUT / "ds_configs"
@@ -102,7 +103,7 @@ def traceback(error):
      "it waited too long for rank 1"),
 ])
 def test_the_rank_to_blame_is_shown_rather_than_the_one_that_heard_of_it(tmp_path, error, because):
-    failed_job(tmp_path, traceback(f"mobius_ds.runtime.errors.{error}"), "ValueError: bad data, in line 7")
+    failed_job(tmp_path, traceback(f"mobius_ds.runtime.ranks.errors.{error}"), "ValueError: bad data, in line 7")
     said = job.failure_of(tmp_path)
     assert "rank 0 ended first" in said and error in said
     assert because in said.lower() and "bad data, in line 7" in said
@@ -114,7 +115,7 @@ def test_the_rank_to_blame_is_shown_rather_than_the_one_that_heard_of_it(tmp_pat
     ([traceback("RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried")], 1,
      ("OOM", "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried")),
     ([traceback("RuntimeError: connection closed by peer"),
-      "an out of memory in passing\n" + traceback("mobius_ds.runtime.errors.DeviceOutOfMemory: rank 1: needs 3 GiB")], 1,
+      "an out of memory in passing\n" + traceback("mobius_ds.runtime.ranks.errors.DeviceOutOfMemory: rank 1: needs 3 GiB")], 1,
      ("OOM", "DeviceOutOfMemory: rank 1: needs 3 GiB")),
     ([traceback("a.b.PeerOutOfMemory: rank 1 is gone"), traceback("a.b.DeviceOutOfMemory: rank 1: needs 3 GiB")], 1,
      ("OOM", "DeviceOutOfMemory: rank 1: needs 3 GiB")),

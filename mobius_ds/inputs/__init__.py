@@ -1,0 +1,1 @@
+"""What planning starts from, as plain data: units, hardware, topologies, profiles of models."""

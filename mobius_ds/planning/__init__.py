@@ -1,1 +1,0 @@
-"""What runs where and when, as data. Pure: knows nothing of DeepSpeed, processes or devices."""

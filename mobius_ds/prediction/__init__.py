@@ -1,0 +1,1 @@
+"""What a step would take under each engine: its schedules, simulated."""

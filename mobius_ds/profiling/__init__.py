@@ -1,0 +1,1 @@
+"""What a model's layers take: described, computed or measured."""

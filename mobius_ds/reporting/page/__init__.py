@@ -1,0 +1,1 @@
+"""A comparison as pictures: the HTML page, its charts, and PNGs."""

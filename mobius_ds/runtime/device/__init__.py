@@ -1,0 +1,1 @@
+"""One rank's device: its streams, copies and memory, and the ledger of what it moved."""

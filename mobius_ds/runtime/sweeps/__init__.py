@@ -1,0 +1,1 @@
+"""How the ranks' forwards and backwards become sweeps, and how one rank runs its tasks of them."""
