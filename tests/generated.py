@@ -15,7 +15,7 @@ from typing import Any, Callable, Dict, Iterator, List, Sequence
 
 from mobius_ds import cli, config
 from mobius_ds.runtime.engine import refusals
-from tests import drawing
+from tests import architecture, drawing
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -65,7 +65,15 @@ def tasks() -> str:
     return f"```text\n{drawing.tasks_of(0)}\n```"
 
 
-PARTS: Dict[str, Callable[[], str]] = {"keys": keys, "refused": refused, "options": options, "tasks": tasks}
+def rooms() -> str:
+    """The rooms of the package, from the table that tests hold against its imports and from the rooms' docstrings."""
+    says = architecture.purposes()
+    return _table(("room", "what it is for", "imports"), [
+        (f"`{room}`", says[room].replace("``", "`"), ", ".join([*(f"`{other}`" for other in may.rooms), *may.packages]))
+        for room, may in architecture.ROOMS.items() if room != "__init__"])
+
+
+PARTS: Dict[str, Callable[[], str]] = {"keys": keys, "refused": refused, "options": options, "tasks": tasks, "rooms": rooms}
 _PART = re.compile(r"(<!-- made by python -m tests\.generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
