@@ -1,13 +1,15 @@
 """Runs a function on N ranks: real processes with a real process group, forked from a server that has torch loaded."""
 
+import itertools
 import multiprocessing
 import os
 import pickle
-import queue
 import signal
 import socket
 import time
 import traceback
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Optional
 
@@ -52,39 +54,61 @@ def run_ranks(world_size: int, function: Callable, *args: Any, timeout: float = 
 def outcomes_of_ranks(world_size: int, function: Callable, *args: Any, timeout: float = 120.0,
                       env: Optional[Dict[str, str]] = None) -> List[Outcome]:
     """Like ``run_ranks``, but returns how each rank ended, however it did."""
-    results: Any = CONTEXT.Queue()
-    port = _free_port()
-    processes = [CONTEXT.Process(target=_rank_main, args=(rank, world_size, port, env or {}, results, function, args))
-                 for rank in range(world_size)]
-    for process in processes:
+    port = free_port()
+    readers, processes = [], []
+    for rank in range(world_size):
+        reader, writer = CONTEXT.Pipe(duplex=False)
+        process = CONTEXT.Process(target=_rank_main, args=(rank, world_size, port, env or {}, writer, function, args))
         process.start()
-    ended: Dict[int, Any] = {}
+        writer.close()  # the rank's own is the only one now: if it dies, its end of the pipe closes
+        readers.append(reader)
+        processes.append(process)
     deadline = time.monotonic() + timeout
-    while len(ended) < world_size and time.monotonic() < deadline:
-        try:
-            rank, result, error = results.get(timeout=0.2)
-            ended[rank] = (pickle.loads(result) if result else None, error)
-        except queue.Empty:
-            if not any(process.is_alive() for process in processes) and results.empty():
-                break
+    told = _what_ranks_tell(readers, processes, deadline)
     outcomes = []
     for rank, process in enumerate(processes):
-        process.join(max(0.0, min(15.0, deadline - time.monotonic() + 5.0)))
+        process.join(max(0.0, min(30.0, deadline - time.monotonic() + 5.0)))
         exit_code = process.exitcode
         if exit_code is None:
             process.kill()
             process.join()
-        outcomes.append(Outcome(*ended.get(rank, (None, None)), exit_code))
+        process.close()
+        outcomes.append(Outcome(*told.get(rank, (None, None)), exit_code))
     return outcomes
 
 
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
+def _what_ranks_tell(readers: List[Connection], processes: List[Any], deadline: float) -> Dict[int, Any]:
+    """What each rank returned and raised; nothing of those that died or are late."""
+    told: Dict[int, Any] = {}
+    open_pipes = {reader: rank for rank, reader in enumerate(readers)}
+    while open_pipes and time.monotonic() < deadline:
+        # A dead rank's pipe stays open where a child of it has inherited the pipe.
+        sentinels = {processes[rank].sentinel: reader for reader, rank in open_pipes.items()}
+        ready = wait([*open_pipes, *sentinels], max(0.0, deadline - time.monotonic()))
+        for reader in {sentinels.get(one, one) for one in ready}:
+            rank = open_pipes.pop(reader)
+            with suppress(EOFError):
+                if reader.poll():  # what it said before it ended
+                    result, error = reader.recv()
+                    told[rank] = pickle.loads(result) if result else None, error
+    for reader in readers:
+        reader.close()
+    return told
 
 
-def _rank_main(rank: int, world_size: int, port: int, env: Dict[str, str], results: Any, function: Callable,
+_ports = itertools.count(os.getpid() * 31 % 20000)
+
+
+def free_port() -> int:
+    """A port to listen on, below those that the system gives to whoever connects: nobody else comes by it meanwhile."""
+    while True:
+        port = 10000 + next(_ports) % 20000
+        with socket.socket() as server, suppress(OSError):
+            server.bind(("127.0.0.1", port))
+            return port
+
+
+def _rank_main(rank: int, world_size: int, port: int, env: Dict[str, str], results: Connection, function: Callable,
                args: tuple) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", **env)
@@ -98,11 +122,7 @@ def _rank_main(rank: int, world_size: int, port: int, env: Dict[str, str], resul
     logger.setLevel("WARNING")
     try:
         deepspeed.init_distributed("gloo", verbose=False)
-        results.put((rank, pickle.dumps(function(*args)), None))
+        results.send((pickle.dumps(function(*args)), None))
     except BaseException:
-        results.put((rank, None, traceback.format_exc()))
-        results.close()
-        results.join_thread()
+        results.send((None, traceback.format_exc()))
         os._exit(1)
-    results.close()
-    results.join_thread()

@@ -62,7 +62,7 @@ class Job:
     def ended(self, timeout: float = 240) -> str:
         """Waits for its end, and for that of all its processes; returns what it wrote."""
         written, _ = self.process.communicate(timeout=timeout)
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 60
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not left, left

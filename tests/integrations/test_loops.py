@@ -286,7 +286,7 @@ def policy_and_reference(mobius: bool) -> Dict[str, Any]:
     with torch.no_grad():
         references.append(reference(*mine(0)).loss.item())
     reference.destroy()
-    deadline = time.monotonic() + 10  # a thread that receives ends when the other rank has left, too
+    deadline = time.monotonic() + 60  # a thread that receives ends when the other rank has left, too
     while threading.active_count() > threads and time.monotonic() < deadline:
         time.sleep(0.01)
     return {"losses": losses, "references": references, "threads": threading.active_count() - threads}

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.utils import logger
@@ -179,6 +179,10 @@ class MobiusEngine(DeepSpeedEngine):
         return True
 
     # The optimizer.
+
+    def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str:
+        """Wraps any optimizer: DeepSpeed's check of its type imports its Muon, and with that torch's compiler."""
+        return ZERO_OPTIMIZATION
 
     def get_optimizer_configuration(self, optimizer_parameters: Dict[str, Any], adam_w_mode: bool,
                                     allow_legacy_fallback: bool = False):

@@ -72,7 +72,7 @@ def test_streams_let_go_of_what_their_work_held(device):
     device.streams[Stream.LOAD].run(lambda held=tensor: None, [], event)
     event.result(10)
     del tensor
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while reference() is not None and time.monotonic() < deadline:
         time.sleep(0.01)
     assert reference() is None
@@ -118,7 +118,7 @@ def test_a_closed_device_has_no_threads():
     device = Device(torch.device("cpu"), Ledger())
     assert threading.active_count() == before + len(device.streams)
     device.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threading.active_count() <= before

@@ -24,12 +24,12 @@ from tests.ranks import outcomes_of_ranks, run_ranks
 from tests.runtime.jobs import (config, endless, failure, initialize, language_model, mine, rank_and_size, tokens,
                                 weights)
 
-SOON = 10.0
-"""Seconds in which a rank must hear of another one's end; on a busy machine, for it takes milliseconds."""
+LONG = 100.0
+"""Seconds that no rank waits for which hears of another one's end: that takes milliseconds, on a busy machine seconds."""
 
 
 def settings(**mobius: Any) -> Dict[str, Any]:
-    section = {"enabled": True, "layers_per_stage": 1, "timeout_seconds": 60, **mobius}
+    section = {"enabled": True, "layers_per_stage": 1, "timeout_seconds": 2 * LONG, **mobius}
     return {**config(), "mobius": {key: value for key, value in section.items() if value is not None}}
 
 
@@ -70,7 +70,7 @@ def ending(directory: Path, job: Callable, mobius: Dict[str, Any] = {}, *args: A
 
 def endings(directory: Path, ranks: int, job: Callable, *args: Any) -> List[Optional[Ended]]:
     """How ``job`` ended on every rank; None where the process was killed. Nothing of the job is left afterwards."""
-    outcomes = outcomes_of_ranks(ranks, ending, directory, job, *args, timeout=60)
+    outcomes = outcomes_of_ranks(ranks, ending, directory, job, *args)
     assert not any(outcome.error for outcome in outcomes), outcomes
     assert all(outcome.exit_code is not None for outcome in outcomes), "a rank hung"
     assert_nothing_left(directory, ranks)
@@ -190,23 +190,25 @@ def test_a_rank_that_is_killed_ends_the_others_at_once(tmp_path, ranks, victim, 
         assert f"rank {victim} is gone (its process died) while rank" in end.text and "waited for" in end.text
         if place in ("forward", "backward"):
             assert re.search(r"waited for \w+ out of stage \d \(.+\) for microbatch \d of rank \d", end.text), end
-    assert max(end.at for end in ended) - min(end.at for end in ended) < SOON
+    assert max(end.at for end in ended) - min(end.at for end in ended) < LONG / 2
 
 
-def dies_with_a_child_left(engine: Any) -> None:
+def dies_with_a_child_left(engine: Any, directory: Path) -> None:
     train(engine, 1)
     rank, _ = rank_and_size()
     if rank == 1:
-        if os.fork() == 0:  # as a data loader's worker, which outlives a killed parent for a while
-            time.sleep(2 * SOON)
+        if (child := os.fork()) == 0:  # as a data loader's worker, which outlives a killed parent for a while
+            time.sleep(2 * LONG)
             os._exit(0)
+        directory.joinpath("child").write_text(str(child))
         die()
     train(engine, 1, first=1)
 
 
 @survives("Ranks", "a killed rank whose data loader workers live on", "the other ranks end at once all the same")
 def test_a_forked_child_does_not_hide_the_death_of_its_rank(tmp_path):
-    outcomes = outcomes_of_ranks(2, ending, tmp_path, dies_with_a_child_left, timeout=1.5 * SOON)
+    outcomes = outcomes_of_ranks(2, ending, tmp_path, dies_with_a_child_left, {}, tmp_path, timeout=LONG)
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
     assert outcomes[0].result.kind == "PeerLost" and "rank 1 is gone (its process died)" in outcomes[0].result.text
 
 
@@ -390,25 +392,42 @@ def test_a_rank_that_stops_early_has_left(tmp_path):
 
 # A rank that is late.
 
-LATE = 4.0
+LATE = 2.0
+"""After how many seconds a rank counts as late."""
 
 
-def stop() -> None:
-    """Stops this process as a debugger or ``kill -STOP`` does, for a while."""
-    subprocess.Popen(["sh", "-c", f"sleep {2 * LATE}; kill -CONT {os.getpid()}"])
+def when_others_gave_up(directory: Path, others: int, command: str = "true") -> subprocess.Popen:
+    """A process that runs a shell command when so many ranks have given up, and then ends."""
+    script = f"while [ $(ls {directory}/gave-up-* | wc -l) -lt {others} ]; do sleep 0.1; done; {command}"
+    return subprocess.Popen(["sh", "-c", script], stderr=subprocess.DEVNULL)
+
+
+def stop(directory: Path, others: int) -> None:
+    """Stops this process as a debugger or ``kill -STOP`` does, until the others have given up."""
+    when_others_gave_up(directory, others, f"kill -CONT {os.getpid()}")
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def train_with_pause(engine: Any, victim: int, place: str) -> None:
+def train_with_pause(engine: Any, directory: Path, victim: int, place: str) -> None:
+    """A step, and a second one that the victim holds up until all others have ended."""
     rank, size = rank_and_size()
     train(engine, 1)
-    engine.pipeline.mailbox._timeout = LATE / 2  # not before: first uses take their time on a busy machine
+    engine.pipeline.mailbox._timeout = LATE  # not before: first uses take their time on a busy machine
     if rank == victim:
         if place == "script":
-            time.sleep(2 * LATE)
+            os.waitpid(when_others_gave_up(directory, size - 1).pid, 0)
         else:
-            at(Kind.FORWARD, rank, stop)
-    train(engine, 1, first=1)
+            at(Kind.FORWARD, rank, once(lambda: stop(directory, size - 1)))
+    try:
+        train(engine, 1, first=1)
+    finally:
+        directory.joinpath(f"gave-up-{rank}").touch()
+
+
+def once(act: Callable[[], None]) -> Callable[[], None]:
+    """``act``, the first time it is called."""
+    acts = iter([act])
+    return lambda: next(acts, lambda: None)()
 
 
 @survives("Ranks", "a rank that sleeps, or is slow, in its own code",
@@ -420,11 +439,11 @@ def train_with_pause(engine: Any, victim: int, place: str) -> None:
     (4, 1, "forward", "rank 1 does not answer: its process is stopped"),
 ])
 def test_a_rank_that_is_late_is_named_by_all_others(tmp_path, ranks, victim, place, does):
-    ended = endings(tmp_path, ranks, train_with_pause, {}, victim, place)
+    ended = endings(tmp_path, ranks, train_with_pause, {}, tmp_path, victim, place)
     for rank, end in enumerate(ended):
         assert end.kind == "PeerTimeout" and "timeout_seconds" in end.text, end
         assert re.search(rf"rank \d waited 2 s for .* from rank \d; {does}", end.text), end
-        assert re.search(r"its last message, \d\.\d s ago, was (its part of engine.step|P1 of forward)", end.text), end
+        assert re.search(r"its last message, \d+\.\d s ago, was (its part of engine.step|P1 of forward)", end.text), end
     assert f"rank {victim} comes too late" in ended[victim].text
     assert sum("gives up" in end.text for end in ended) <= ranks - 2
 
@@ -499,7 +518,7 @@ def left_open() -> Any:
 
 
 def settled() -> Any:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while left_open()[0] and time.monotonic() < deadline:
         time.sleep(0.01)
     return left_open()
