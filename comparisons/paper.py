@@ -24,7 +24,7 @@ from mobius_ds.planner.planner import Planned, Request, make_best_plan
 from mobius_ds.prediction.mobius import predict_mobius
 from mobius_ds.prediction.pipelines import predict_gpipe, predict_roundpipe
 from mobius_ds.prediction.zero import predict_zero3_offload
-from mobius_ds.profiling.profiles import profile_description
+from mobius_ds.profiling.computed import profile_description
 from mobius_ds.schedule.peers import zero3_offload_schedule
 from mobius_ds.schedule.plan import Plan
 from mobius_ds.simulation.costs import bandwidths, zero3_costs

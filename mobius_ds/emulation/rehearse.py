@@ -17,7 +17,7 @@ from mobius_ds.model.errors import NotSplittable
 from mobius_ds.planner.plan_files import from_json
 from mobius_ds.planner.planner import Planned, Request, make_best_plan
 from mobius_ds.prediction.mobius import predict_mobius
-from mobius_ds.profiling.profiles import Profiled, profile_description
+from mobius_ds.profiling.computed import Profiled, profile_description
 from mobius_ds.reporting import plan_report
 from mobius_ds.reporting.interruption import INTERRUPTED, ended_by_signal
 from mobius_ds.schedule.tasks import DEPTH

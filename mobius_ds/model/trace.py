@@ -70,23 +70,23 @@ def trace(entry: Entry, units: Units, args: tuple, kwargs: dict, device: torch.d
             could take the same path without running all the others. Or a layer decides on one, and its
             parameters are meta tensors too large to stand in for.
     """
-    recorder, parts = _Recorder(entry, units, device), Parts(entry.model)
-    with parts.scratch_buffers() as buffers, quiet(FAKE_TENSOR_LOGGER), recorder.mode, unwrapped(parts.compiled), \
-            intercepted(units, recorder.call), parts.replaced(parts.like_parameters(recorder.parameters)):
+    writer, parts = _ProgramWriter(entry, units, device), Parts(entry.model)
+    with parts.scratch_buffers() as buffers, quiet(FAKE_TENSOR_LOGGER), writer.mode, unwrapped(parts.compiled), \
+            intercepted(units, writer.call), parts.replaced(parts.like_parameters(writer.parameters)):
         try:
-            outputs = entry(*recorder.told(args), **recorder.told(kwargs))
+            outputs = entry(*writer.told(args), **writer.told(kwargs))
         except NEEDS_DATA as error:
-            last = recorder.calls[-1].unit if recorder.calls else None
+            last = writer.calls[-1].unit if writer.calls else None
             where = f"after its module {last!r}" if last else "before its first module with parameters"
             raise NotSplittable(f"{type(entry.model).__name__} decides on a computed value in its own forward, {where}, "
                                 f"outside any layer ({type(error).__name__}: {error}). {WAY_OUT}") from error
-        recorder.finish(outputs)
+        writer.finish(outputs)
     # By the class of their module: of layers alike only one was run. And all of a module's together: torch's batch
     # norm does not say that it writes its running statistics, but its module counts batches beside them.
     holder = {name: type(entry.model.get_submodule(name.rpartition(".")[0])) for name in buffers}
-    writers = {holder[name] for name, buffer in buffers.items() if storage_key(buffer) in recorder.mode.written}
+    writers = {holder[name] for name, buffer in buffers.items() if storage_key(buffer) in writer.mode.written}
     written = frozenset(name for name in buffers if holder[name] in writers)
-    return Program(tuple(recorder.calls), recorder.overwritten(), written)
+    return Program(tuple(writer.calls), writer.overwritten(), written)
 
 
 def needs_weights(unit: str, nbytes: int, error: Exception) -> NotSplittable:
@@ -198,7 +198,7 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-class _Recorder:
+class _ProgramWriter:
     """Answers the units' calls during a trace and writes them down."""
 
     def __init__(self, entry: Entry, units: Units, device: torch.device):

@@ -115,7 +115,7 @@ def profile_of(args: argparse.Namespace, topology: Topology) -> ModelProfile:
         ValueError: there is no such model, script or config, or the script has no forward.
     """
     if args.model is not None:
-        from mobius_ds.profiling.profiles import profile_description
+        from mobius_ds.profiling.computed import profile_description
         return profile_description(args.model, args.micro_batch, args.seq, topology.gpus[0]).profile
     for what, path in (("--script", args.script), ("--config", args.config)):
         if path is None or not path.is_file():

@@ -15,7 +15,7 @@ from mobius_ds.inputs.topology import Topology, preset
 from mobius_ds.planner.planner import Planned, Request
 from mobius_ds.prediction.mobius import predict_mobius
 from mobius_ds.prediction.prediction import Prediction
-from mobius_ds.profiling.profiles import Profiled, profile_description
+from mobius_ds.profiling.computed import Profiled, profile_description
 from mobius_ds.runtime.ranks.errors import DeviceOutOfMemory
 from mobius_ds.runtime.sweeps import pipeline
 from mobius_ds.schedule.plan import Plan, even_partition

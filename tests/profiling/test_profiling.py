@@ -13,9 +13,11 @@ from torch import nn
 
 from mobius_ds.inputs.topology import Gpu
 from mobius_ds.model.errors import NotSplittable
+from mobius_ds.profiling.computed import computed_profile, profile_description
 from mobius_ds.profiling.describe import UnknownModel, describe, weightless
 from mobius_ds.profiling.gpt import SIZES, Gpt, GptShape
-from mobius_ds.profiling.profiles import computed_profile, measured_profile, profile_description, trace_model
+from mobius_ds.profiling.measured import measured_profile
+from mobius_ds.profiling.traced_model import trace_model
 from tests.model import zoo
 
 GPU = Gpu("one GFLOP/s", 2**34, 1e9)
@@ -108,10 +110,10 @@ def test_frozen_layers_hand_back_no_gradient_and_run_a_shorter_backward():
 
 
 def test_layers_alike_run_once(monkeypatch):
-    from mobius_ds.profiling import profiles as profiling
+    from mobius_ds.profiling import computed as computing
     spans = []
-    run = profiling._fake_work
-    monkeypatch.setattr(profiling, "_fake_work", lambda traced, layer: spans.append(layer.span) or run(traced, layer))
+    run = computing._fake_work
+    monkeypatch.setattr(computing, "_fake_work", lambda traced, layer: spans.append(layer.span) or run(traced, layer))
     profile = computed(gpt())
     assert [tuple(span) for span in spans] == [(0, 1), (1, 2), (5, 7)]
     assert len(profile.layers) == 6 and len(set(profile.layers)) == 3
@@ -209,7 +211,7 @@ def test_named_sizes(name, billions):
 
 _LARGE = """
 import time, torch, torch.utils.flop_counter, torch._subclasses.fake_tensor
-from mobius_ds.profiling.profiles import profile_description
+from mobius_ds.profiling.computed import profile_description
 from mobius_ds.inputs.topology import preset
 begun = time.process_time()
 profile = profile_description("gpt-51b", 4, 2048, preset("3090ti-4").gpus[0]).profile
@@ -306,10 +308,10 @@ def test_one_layers_weights_at_a_time_and_a_model_without_its_own():
 
 
 def test_layers_that_count_alike_are_timed_once(monkeypatch):
-    from mobius_ds.profiling import profiles as profiling
+    from mobius_ds.profiling import measured
     timed = []
-    run = profiling._measured_seconds
-    monkeypatch.setattr(profiling, "_measured_seconds", lambda traced, layer, *rest: timed.append(layer.span)
+    run = measured._measured_seconds
+    monkeypatch.setattr(measured, "_measured_seconds", lambda traced, layer, *rest: timed.append(layer.span)
                         or run(traced, layer, *rest))
     model = gpt()
     for number, block in enumerate(model.blocks):

@@ -24,7 +24,9 @@ from mobius_ds.planner.plan_files import cached_plan, check_plan, from_json
 from mobius_ds.planner.planner import Request, explained, fingerprint
 from mobius_ds.prediction.mobius import predict_mobius
 from mobius_ds.prediction.prediction import Prediction
-from mobius_ds.profiling.profiles import TracedModel, computed_profile, measured_profile
+from mobius_ds.profiling.computed import computed_profile
+from mobius_ds.profiling.measured import measured_profile
+from mobius_ds.profiling.traced_model import TracedModel
 from mobius_ds.runtime.dram.slots import gradient_groups
 from mobius_ds.runtime.dram.store import Layout
 from mobius_ds.schedule.plan import InfeasiblePlan, Plan, make_plan

@@ -23,7 +23,7 @@ from mobius_ds.model.replay import own_random_numbers
 from mobius_ds.model.structures import flatten
 from mobius_ds.model.trace import trace
 from mobius_ds.model.wrappers import forward_of
-from mobius_ds.profiling.profiles import TracedModel
+from mobius_ds.profiling.traced_model import TracedModel
 from mobius_ds.runtime.device.device import Device
 from mobius_ds.runtime.device.ledger import Bytes, Ledger, no_bytes
 from mobius_ds.runtime.device.random import mixed
