@@ -4,8 +4,9 @@
 from dataclasses import dataclass
 from typing import Dict, List, Optional, Sequence
 
+from mobius_ds.schedule.neighbours import giver_of
 from mobius_ds.schedule.plan import Plan
-from mobius_ds.schedule.tasks import DEPTH, Key, Kind, Schedule, Task
+from mobius_ds.schedule.tasks import BACKWARD, DEPTH, FORWARD, OUTPUTS, Key, Kind, Schedule, Task
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ def forward_schedule(plan: Plan, home: List[int], volumes: Volumes, slots: int =
         home: the GPU whose rank each microbatch belongs to.
         slots: how many stages' weights a GPU holds at once. With one, none are copied in while another stage runs.
     """
-    build = _Builder("forward", plan, home, slots)
+    build = _Builder(FORWARD, plan, home, slots)
     for microbatch, gpu in enumerate(home):
         build.add(gpu, Key(Kind.GIVE_INPUTS, None, microbatch), volumes.inputs[microbatch])
     _run_forward(build, plan, home, volumes, range(plan.stages))
@@ -44,8 +45,8 @@ def forward_schedule(plan: Plan, home: List[int], volumes: Volumes, slots: int =
 
 def outputs_schedule(plan: Plan, home: List[int], volumes: Volumes) -> Schedule:
     """The last stage of a forward sweep once more, from what lies in DRAM, for the outputs it left behind."""
-    build = _Builder("outputs", plan, home)
-    _run_forward(build, plan, home, volumes, range(plan.stages - 1, plan.stages))
+    build = _Builder(OUTPUTS, plan, home)
+    _run_forward(build, plan, home, volumes, range(plan.last_stage, plan.stages))
     return build.schedule()
 
 
@@ -56,17 +57,15 @@ def _run_forward(build: "_Builder", plan: Plan, home: List[int], volumes: Volume
         for stage in stages:
             for order, microbatch in enumerate(build.microbatches):
                 if stage > 0:
-                    build.add(gpu, Key(Kind.ACTIVATIONS, stage, microbatch), volumes.received[stage][microbatch],
-                              [Key(Kind.GIVE_ACTIVATIONS, stage - 1, microbatch)]
-                              + _earlier(Kind.FORWARD, stage, build.microbatches, order))
+                    build.fetch(gpu, Key(Kind.ACTIVATIONS, stage, microbatch), volumes.received[stage][microbatch],
+                                _earlier(Kind.FORWARD, stage, build.microbatches, order))
                 build.add(gpu, Key(Kind.FORWARD, stage, microbatch), 0,
                           build.arrivals(stage, microbatch, stages[0])
                           + _earlier(Kind.GIVE_ACTIVATIONS, stage, build.microbatches, order))
                 build.add(gpu, Key(Kind.GIVE_ACTIVATIONS, stage, microbatch), volumes.made[stage][microbatch],
                           [Key(Kind.FORWARD, stage, microbatch)])
     for microbatch, gpu in enumerate(home):
-        build.add(gpu, Key(Kind.OUTPUTS, None, microbatch), volumes.made[-1][microbatch],
-                  [Key(Kind.GIVE_ACTIVATIONS, plan.stages - 1, microbatch)])
+        build.fetch(gpu, Key(Kind.OUTPUTS, None, microbatch), volumes.made[-1][microbatch])
 
 
 def backward_schedule(plan: Plan, home: List[int], volumes: Volumes, shared: Dict[int, List[int]],
@@ -83,12 +82,12 @@ def backward_schedule(plan: Plan, home: List[int], volumes: Volumes, shared: Dic
             parameters it updates.
         slots: see ``forward_schedule``.
     """
-    build = _Builder("backward", plan, home, slots)
+    build = _Builder(BACKWARD, plan, home, slots)
     trained = {stage: [m for m in build.microbatches if volumes.received_gradients[stage][m] > 0
                        and (volumes.weight_gradients[stage] > 0 or volumes.made_gradients[stage][m] > 0)]
                for stage in range(plan.stages)}
     for microbatch, gpu in enumerate(home):
-        if microbatch in trained[plan.stages - 1]:
+        if microbatch in trained[plan.last_stage]:
             build.add(gpu, Key(Kind.GIVE_OUTPUT_GRADIENTS, None, microbatch),
                       volumes.received_gradients[-1][microbatch])
     for gpu in range(plan.gpus):
@@ -98,12 +97,9 @@ def backward_schedule(plan: Plan, home: List[int], volumes: Volumes, shared: Dic
             for order, microbatch in enumerate(trained[stage]):
                 buffers = _earlier(Kind.BACKWARD, stage, trained[stage], order)
                 if stage > 0:
-                    build.add(gpu, Key(Kind.ACTIVATIONS, stage, microbatch), volumes.received[stage][microbatch], buffers)
-                last = stage == plan.stages - 1
-                source = Key(Kind.GIVE_OUTPUT_GRADIENTS, None, microbatch) if last \
-                    else Key(Kind.GIVE_GRADIENTS, stage + 1, microbatch)
-                build.add(gpu, Key(Kind.GRADIENTS, stage, microbatch), volumes.received_gradients[stage][microbatch],
-                          [source] + buffers)
+                    build.fetch(gpu, Key(Kind.ACTIVATIONS, stage, microbatch), volumes.received[stage][microbatch], buffers)
+                build.fetch(gpu, Key(Kind.GRADIENTS, stage, microbatch), volumes.received_gradients[stage][microbatch],
+                            buffers)
                 drained = [Key(Kind.WEIGHT_GRADIENTS, other) for other in stages[:max(0, position - DEPTH + 1)][-1:]
                            if order == 0 and volumes.weight_gradients[other]]
                 build.add(gpu, Key(Kind.BACKWARD, stage, microbatch), 0,
@@ -144,6 +140,10 @@ class _Builder:
     def add(self, gpu: int, key: Key, nbytes: int, after: Optional[List[Key]] = None) -> None:
         self._tasks.append(Task(key, gpu, nbytes, tuple(after or ())))
 
+    def fetch(self, gpu: int, key: Key, nbytes: int, after: Sequence[Key] = ()) -> None:
+        """Adds a task that copies in what another one gives, so that it waits for that one."""
+        self.add(gpu, key, nbytes, [giver_of(key, self._plan.stages), *after])
+
     def load_stages(self, gpu: int, stages: List[int], volumes: Volumes, compute: Kind,
                     microbatches: Optional[Dict[int, List[int]]] = None) -> None:
         """A GPU's weights, one stage after another, and the inputs it needs, once."""
@@ -154,8 +154,7 @@ class _Builder:
                 freed = [Key(compute, before, (microbatches[before] if microbatches else self.microbatches)[-1])]
             self.add(gpu, Key(Kind.WEIGHTS, stage), volumes.weights[stage], freed)
         for microbatch in self.microbatches if stages else ():
-            self.add(gpu, Key(Kind.INPUTS, stages[0], microbatch), volumes.inputs[microbatch],
-                     [Key(Kind.GIVE_INPUTS, None, microbatch)])
+            self.fetch(gpu, Key(Kind.INPUTS, stages[0], microbatch), volumes.inputs[microbatch])
 
     def arrivals(self, stage: int, microbatch: int, first_stage: int) -> List[Key]:
         """What a stage's compute waits for in either sweep."""

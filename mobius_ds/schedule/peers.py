@@ -8,9 +8,10 @@ different GPUs.
 from typing import Iterable, List, Sequence, Tuple
 
 from mobius_ds.inputs.profile import LayerProfile
+from mobius_ds.schedule.neighbours import GIVES, stage_after, stage_before
 from mobius_ds.schedule.tasks import DEPTH, Key, Kind, Schedule, Task
 
-Step = Tuple[Kind, int, int]
+Compute = Tuple[Kind, int, int]
 """A compute task: kind, stage, microbatch."""
 
 
@@ -37,7 +38,7 @@ def one_forward_one_backward_schedule(stages: int, microbatches: int) -> Schedul
     order = {}
     for stage in range(stages):
         ahead = min(stages - 1 - stage, microbatches)
-        steps: List[Step] = [(Kind.FORWARD, stage, microbatch) for microbatch in range(ahead)]
+        steps: List[Compute] = [(Kind.FORWARD, stage, microbatch) for microbatch in range(ahead)]
         for microbatch in range(microbatches):
             if ahead + microbatch < microbatches:
                 steps.append((Kind.FORWARD, stage, ahead + microbatch))
@@ -51,20 +52,16 @@ def _pipeline(name: str, gpu_of: Sequence[int], order: dict, handed_on: Sequence
     tasks: List[Task] = []
     for gpu, steps in order.items():
         for kind, stage, microbatch in steps:
-            forward = kind is Kind.FORWARD
-            source = stage - 1 if forward else stage + 1
+            source, target = stage_before(kind, stage), stage_after(kind, stage)
             after = []
-            if not forward:
+            if kind is Kind.BACKWARD:
                 after.append(Key(Kind.FORWARD, stage, microbatch))
             if 0 <= source <= last:
-                hop = Kind.GIVE_ACTIVATIONS if forward else Kind.GIVE_GRADIENTS
-                after.append(Key(kind if gpu_of[source] == gpu else hop, source, microbatch))
+                after.append(Key(kind if gpu_of[source] == gpu else GIVES[kind], source, microbatch))
             tasks.append(Task(Key(kind, stage, microbatch), gpu, 0, tuple(after)))
-            target = stage + 1 if forward else stage - 1
             if 0 <= target <= last and gpu_of[target] != gpu:
                 nbytes = handed_on[min(stage, target)] if handed_on else 0
-                tasks.append(Task(Key(Kind.GIVE_ACTIVATIONS if forward else Kind.GIVE_GRADIENTS, stage, microbatch), gpu,
-                                  nbytes, (Key(kind, stage, microbatch),)))
+                tasks.append(Task(Key(GIVES[kind], stage, microbatch), gpu, nbytes, (Key(kind, stage, microbatch),)))
     return Schedule(name, len(set(gpu_of)), tuple(tasks))
 
 

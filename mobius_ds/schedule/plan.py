@@ -27,6 +27,11 @@ class Plan:
         """The number of stages."""
         return len(self.layers_per_stage)
 
+    @property
+    def last_stage(self) -> int:
+        """The stage whose forward makes the model's outputs."""
+        return self.stages - 1
+
     def first_layers(self) -> Tuple[int, ...]:
         """The number of each stage's first layer."""
         return tuple(sum(self.layers_per_stage[:stage]) for stage in range(self.stages))

@@ -9,6 +9,7 @@ from collections import defaultdict
 from types import MappingProxyType
 from typing import Dict, Iterator, List, Mapping, NamedTuple, Sequence, Tuple
 
+from mobius_ds.schedule.neighbours import GIVES, giver_of
 from mobius_ds.schedule.plan import Plan
 from mobius_ds.schedule.tasks import DEPTH, Key, Kind, Schedule, Stream, Task
 
@@ -55,29 +56,23 @@ def rules(schedule: Schedule, plan: Plan, shared: Mapping[int, Sequence[int]],
             yield rule
 
 
+_UNREAD = {Kind.INPUTS: "it reads inputs that their owner has not given yet"}
+
+
 def _reads(schedule: Schedule, plan: Plan) -> Iterator[Rule]:
     """What a task reads has been written. What no task of the sweep writes lies in DRAM since an earlier one."""
-    last = plan.stages - 1
-    backward = schedule.name == "backward"
     first_on = {task.gpu: task.key.stage for task in reversed(schedule.tasks) if task.key.kind is Kind.WEIGHTS}
     for task in schedule.tasks:
         kind, stage, m = task.key
-        if kind is Kind.INPUTS:
-            yield Rule(Key(Kind.GIVE_INPUTS, None, m), task.key, "it reads inputs that their owner has not given yet")
-        elif kind is Kind.ACTIVATIONS:
-            yield Rule(Key(Kind.GIVE_ACTIVATIONS, stage - 1, m), task.key, "it reads activations that are not in DRAM yet")
-        elif kind is Kind.GRADIENTS:
-            source = Key(Kind.GIVE_OUTPUT_GRADIENTS, None, m) if stage == last else Key(Kind.GIVE_GRADIENTS, stage + 1, m)
-            yield Rule(source, task.key, "it reads gradients that are not in DRAM yet")
-        elif kind is Kind.OUTPUTS:
-            yield Rule(Key(Kind.GIVE_ACTIVATIONS, last, m), task.key, "it reads outputs that are not in DRAM yet")
-        elif kind in (Kind.FORWARD, Kind.BACKWARD):
+        giver = giver_of(task.key, plan.stages)
+        if giver is not None:
+            yield Rule(giver, task.key, _UNREAD.get(kind, f"it reads {kind.name.lower()} that are not in DRAM yet"))
+        elif kind in GIVES:
             yield Rule(Key(Kind.WEIGHTS, stage), task.key, "it computes with weights that have not arrived")
             yield Rule(Key(Kind.INPUTS, first_on.get(task.gpu), m), task.key, "it computes with inputs that have not arrived")
             yield Rule(Key(Kind.ACTIVATIONS, stage, m), task.key, "it computes with activations that have not arrived")
             yield Rule(Key(Kind.GRADIENTS, stage, m), task.key, "it computes with gradients that have not arrived")
-            gives = Kind.GIVE_GRADIENTS if backward else Kind.GIVE_ACTIVATIONS
-            yield Rule(task.key, Key(gives, stage, m), "it hands over what has not been computed")
+            yield Rule(task.key, Key(GIVES[kind], stage, m), "it hands over what has not been computed")
             yield Rule(task.key, Key(Kind.WEIGHT_GRADIENTS, stage), "it copies weight gradients out that still grow")
 
 

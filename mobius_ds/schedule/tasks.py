@@ -29,6 +29,9 @@ from typing import Dict, NamedTuple, Optional, Tuple
 DEPTH = 2
 """Buffers of each kind on a GPU; see Note [two of each]."""
 
+FORWARD, OUTPUTS, BACKWARD = "forward", "outputs", "backward"
+"""Names of Mobius' sweeps. ``outputs`` runs the last stage of a forward once more."""
+
 
 class Stream(str, Enum):
     """A queue of one GPU: tasks of one stream run in order, tasks of different streams at the same time."""
@@ -153,9 +156,14 @@ class Schedule:
     """The tasks of one sweep. Tasks of one GPU and stream are listed in their order."""
 
     name: str
-    """``forward``, ``outputs`` (the last stages of a forward once more) or ``backward``."""
+    """Of the sweep, or of the peer whose schedule it is."""
     gpus: int
     tasks: Tuple[Task, ...]
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it is a backward sweep."""
+        return self.name == BACKWARD
 
     def of(self, gpu: int) -> Tuple[Task, ...]:
         """One GPU's tasks."""

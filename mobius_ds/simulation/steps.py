@@ -9,8 +9,6 @@ from mobius_ds.simulation.simulator import Cost, Played, Timeline, simulate
 
 AGAIN = "measured task times, no waiting for the runtime"
 """What is said of a step of ``without_waiting``."""
-BACKWARD = "backward"
-"""Name of the sweep that makes a forward one of training."""
 EVALUATION = "evaluation"
 """Name of forward sweeps that no backward has followed. They belong to no step."""
 

@@ -35,7 +35,8 @@ from mobius_ds.runtime.ranks.errors import OutOfMemory, OutOfStep
 from mobius_ds.runtime.ranks.mailbox import Mailbox
 from mobius_ds.runtime.record.trace import Description, DeviceClock, HostClock, Recorder
 from mobius_ds.runtime.record.trace_file import open_trace
-from mobius_ds.runtime.sweeps.executor import Executor, Outputs
+from mobius_ds.runtime.sweeps.executor import Executor
+from mobius_ds.runtime.sweeps.results import Outputs
 from mobius_ds.runtime.sweeps.job_plan import Chosen, Job, gpu_needs, plan_job
 from mobius_ds.runtime.sweeps.signatures import Inputs, Signatures
 from mobius_ds.runtime.sweeps.sweep import (Microbatch, Sweep, TensorSlot, giving_stages, sharing_stages,
@@ -399,8 +400,8 @@ class Pipeline:
         if activations <= self._largest_sweep:
             return
         mine = {"optimizer state": self._optimizer.present(), "activations": self.activations.nbytes,
-                _STAGING: sum(buffer.nbytes for buffer in self._executor.staging.values()),
-                _SLOTS: self._executor.slots.nbytes}
+                _STAGING: sum(buffer.nbytes for buffer in self._executor.holdings.staging.values()),
+                _SLOTS: self._executor.holdings.slots.nbytes}
         drams, presents = zip(*self._gather("forward", (Dram.here(), mine)))
         present = {**self.store.present, **{name: sum(present[name] for present in presents) for name in mine}}
         parts = {**training_parts(self.store.layout, self._optimizer.tensors),

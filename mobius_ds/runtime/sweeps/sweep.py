@@ -54,7 +54,7 @@ class Sweep:
     microbatches: List[Microbatch]
     stage_parameters: Tuple[Tuple[str, ...], ...]
     """Names of the parameters each stage needs for any of the microbatches."""
-    inputs: Dict[int, List[Placed]] = field(default_factory=dict)
+    inputs: Dict[int, Tuple[Placed, ...]] = field(default_factory=dict)
     boundary: Dict[Tuple[int, Value], Placed] = field(default_factory=dict)
     """Boundary activations by microbatch and value, as far as this rank's stages need them."""
     placed_here: List[Placed] = field(default_factory=list)
@@ -96,14 +96,14 @@ def volumes(plan: Plan, sweep: Sweep, layout: Layout,
 
     def made(stage: int, microbatch: Microbatch) -> int:
         program, span = microbatch.program, microbatch.spans[stage]
-        if stage == plan.stages - 1:
+        if stage == plan.last_stage:
             return sum(program.outputs.returns[leaf].nbytes for leaf in microbatch.returned)
         return sum(program.spec(value).nbytes for value in program.live(span.stop) if value.call >= span.start)
 
     graded = {id(microbatch): leaves for microbatch, leaves in zip(sweep.microbatches, output_gradients or ())}
 
     def received_gradients(stage: int, microbatch: Microbatch) -> int:
-        if stage == plan.stages - 1:
+        if stage == plan.last_stage:
             return sum(microbatch.program.outputs.returns[leaf].nbytes for leaf in graded.get(id(microbatch), ()))
         return live(microbatch, microbatch.spans[stage].stop, graded=True)
 

@@ -16,7 +16,7 @@ import deepspeed
 
 import mobius_ds  # noqa: F401, the plugin, which loads itself where it is installed
 from mobius_ds.runtime.checkpoint import checkpoint_files
-from mobius_ds.runtime.sweeps import executor
+from mobius_ds.runtime.sweeps.stage_work import ACTIONS
 from mobius_ds.schedule.tasks import Kind
 from tests.runtime.jobs import config, language_model, mine
 
@@ -42,8 +42,8 @@ def happen(place: str, fault: Callable[[], None]) -> None:
 
         checkpoint_files.write_tensors = write_or_fail
     else:
-        method = executor._METHODS[KINDS[place]]
-        executor._METHODS[KINDS[place]] = lambda *arguments: (fault(), method(*arguments))[1]
+        action = ACTIONS[KINDS[place]]
+        ACTIONS[KINDS[place]] = action._replace(do=lambda *arguments: (fault(), action.do(*arguments))[1])
 
 
 def main(folder: Path, steps: int, *faults: str) -> None:

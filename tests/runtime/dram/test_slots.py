@@ -9,7 +9,7 @@ from mobius_ds.runtime.device.ledger import Ledger
 from mobius_ds.runtime.dram.slots import Slots, StageMemory, gradient_groups
 from mobius_ds.runtime.dram.store import Layout, ParameterStore
 from mobius_ds.runtime.ranks.errors import OutOfMemory
-from mobius_ds.runtime.sweeps.executor import _add
+from mobius_ds.runtime.sweeps.stage_work import _add
 
 SHAPES = {"a": (3, 5), "b": (17,), "c": (), "d": (4, 4), "e": (0, 2), "f": (40,)}
 BF16 = ("b", "d")

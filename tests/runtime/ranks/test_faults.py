@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import nn
 
-import mobius_ds.runtime.sweeps.executor as executor_module
 from mobius_ds.inputs.units import GIB
 from mobius_ds.runtime.checkpoint import checkpoint_files, saved_model
+from mobius_ds.runtime.sweeps.stage_work import ACTIONS
 from mobius_ds.schedule.tasks import Kind
 from tests.features import survives
 from tests.ranks import outcomes_of_ranks, run_ranks
@@ -129,14 +129,14 @@ def test_a_middling_budget_makes_more_stages_and_changes_no_number():
 
 def at(kind: Kind, stage: int, act: Callable[[], Any]) -> None:
     """Lets this rank ``act`` in its next task of a kind and stage."""
-    method = executor_module._METHODS[kind]
+    action = ACTIONS[kind]
 
-    def acting(run: Any, task: Any, contents: Any) -> Any:
+    def acting(work: Any, task: Any, given: Any) -> Any:
         if task.key.stage == stage:
             act()
-        return method(run, task, contents)
+        return action.do(work, task, given)
 
-    executor_module._METHODS[kind] = acting
+    ACTIONS[kind] = action._replace(do=acting)
 
 
 def die() -> None:
