@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.markup import escape
 
-from mobius_ds.emulation.server import EmulatedServer
 from mobius_ds.inputs.topology import TopologyError
 from mobius_ds.observation.records import Record
 from mobius_ds.reporting.comparison import forensics, job, observed_timeline, sweep
@@ -23,7 +22,7 @@ from mobius_ds.reporting.comparison.arms import (ARMS, DEFAULTS_ARM_STEPS, MOBIU
                                                  choose_arms, explained, read_config, with_batch_per_rank, with_dtype,
                                                  with_micro_batch, with_mobius)
 from mobius_ds.reporting.comparison.config_file import batch_of
-from mobius_ds.reporting.comparison.job import JobFailed, Jobs
+from mobius_ds.reporting.comparison.job import JobFailed, Jobs, Server
 from mobius_ds.reporting.comparison.report import Report, build_report, findings, machine_description
 from mobius_ds.reporting.comparison.tables import measures, rich_table, write_report
 from mobius_ds.reporting.interruption import INTERRUPTED, ended_by_signal
@@ -136,7 +135,7 @@ def comparison_of(args: argparse.Namespace, folder: Path, batch_of_ranks: Option
     return Comparison(arms, Jobs(args.script, args.script_args, ranks, folder, server))
 
 
-def _server(args: argparse.Namespace) -> Optional[EmulatedServer]:
+def _server(args: argparse.Namespace) -> Optional[Server]:
     if args.wires is None and args.slowdown is None:
         return None
     if args.wires is None or args.slowdown is None:
@@ -145,6 +144,7 @@ def _server(args: argparse.Namespace) -> Optional[EmulatedServer]:
     if args.wires == "detect":
         raise CompareError("--wires emulates the links of a server that is not here: name a preset, such as 4090-2, or a "
                            "topology in a JSON file. Leave it out to use this machine's own")
+    from mobius_ds.emulation.server import EmulatedServer  # only here, so that the package does without emulation
     from mobius_ds.machine.topology_detection import topology_by_name  # imports torch
 
     try:
@@ -214,7 +214,7 @@ def _compared(comparison: Comparison, console: Console) -> Report:
             forensics.add_to_report(report, job.folder_of(MOBIUS, comparison.jobs))
         except ValueError as error:  # no reason to lose the rest
             report["comparison"]["notes"].append(f"{MOBIUS}: no timeline: {error}")
-    observed_timeline.add_to_report(report, records, server)
+    observed_timeline.add_to_report(report, records, emulated=server is not None)
     report.update(command=shlex.join(["mobius-ds", *sys.argv[1:]]), answer=answer(report))
     return report
 

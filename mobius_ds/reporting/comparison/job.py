@@ -17,15 +17,15 @@ import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Protocol, Sequence, Tuple
 
 import psutil
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from mobius_ds.emulation.server import EmulatedServer, remove_shared_files
-from mobius_ds.names import DEVICE_MEMORY_VARIABLE, FLAG_VARIABLE, RECORD_VARIABLE, TRACE_FILE
-from mobius_ds.observation.records import Record, read_progress, read_records
+from mobius_ds.inputs.topology import Topology
+from mobius_ds.names import FLAG_VARIABLE, RECORD_VARIABLE, TRACE_FILE
+from mobius_ds.observation.records import Record, Told, read_progress, read_records, remove_shared_files, tell
 from mobius_ds.reporting.comparison.arms import MOBIUS, Arm, CompareError, Failure, device_memory, with_mobius
 
 CHECKOUT = Path(__file__).resolve().parents[3]
@@ -54,6 +54,18 @@ class JobFailed(CompareError):
         self.failure = failure
 
 
+class Server(Protocol):
+    """A server that is not there, whose links the ranks' bytes cross. Emulation is not imported unless it is asked for."""
+
+    topology: Topology
+
+    def to_json(self) -> Dict[str, Any]:
+        """What the ranks' recorders are told of it."""
+
+    def to_report(self) -> Dict[str, Any]:
+        """The report's ``emulated``."""
+
+
 @dataclass(frozen=True)
 class Jobs:
     """What the arms' jobs have in common."""
@@ -63,7 +75,7 @@ class Jobs:
     ranks: int
     folder: Path
     """Each arm writes into a folder of its name in here."""
-    server: Optional[EmulatedServer] = None
+    server: Optional[Server] = None
     """Whose links are emulated."""
 
 
@@ -78,6 +90,7 @@ def run(arm: Arm, jobs: Jobs, console: Console) -> List[Record]:
     folder.mkdir(parents=True)
     config = with_mobius(arm.config, trace=str(folder / TRACE_FILE)) if arm.name == MOBIUS else arm.config
     (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    tell(folder, Told(device_memory(arm.config), jobs.server.to_json() if jobs.server else None))
 
     with (folder / _LAUNCHER_LOG).open("w") as log:
         # Its own session, so that ctrl-C reaches this process alone, which then stops the ranks in order.
@@ -122,7 +135,6 @@ def _environment(arm: Arm, jobs: Jobs, folder: Path) -> Dict[str, str]:
     paths = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
     if str(CHECKOUT) != sysconfig.get_path("purelib"):  # an installed package is found anyway
         paths.insert(0, str(CHECKOUT))
-    limit = device_memory(arm.config)
     return {
         # Ranks share the cores: more threads than cores would slow all arms down.
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs.ranks)),
@@ -130,8 +142,6 @@ def _environment(arm: Arm, jobs: Jobs, folder: Path) -> Dict[str, str]:
         "PYTHONPATH": os.pathsep.join(paths),
         FLAG_VARIABLE: arm.flag,
         RECORD_VARIABLE: str(folder),
-        **({} if limit is None else {DEVICE_MEMORY_VARIABLE: str(limit)}),
-        **(jobs.server.environment() if jobs.server else {}),
     }
 
 
