@@ -32,7 +32,7 @@ class PcieLink(NamedTuple):
     """Lanes the card has, where known."""
 
 
-class Device(NamedTuple):
+class ListedGpu(NamedTuple):
     """One GPU as a tool lists it."""
 
     name: str
@@ -84,7 +84,7 @@ PciTree = Dict[str, PciFunction]
 class Sources:
     """Everything a machine said."""
 
-    devices: List[Device]
+    devices: List[ListedGpu]
     matrix: Optional[Matrix] = None
     tree: PciTree = field(default_factory=dict)
     hypervisor: bool = False
@@ -107,7 +107,7 @@ _PATHS = {"PIX": "PIX", "PXB": "PXB", "PHB": "PHB", "NODE": "NODE", "SYS": "SYS"
 _HEADINGS = ("CPU Affinity", "NUMA Affinity", "GPU NUMA ID")
 
 
-def parse_gpu_query(text: str) -> List[Device]:
+def parse_gpu_query(text: str) -> List[ListedGpu]:
     """Reads ``nvidia-smi --query-gpu=... --format=csv,noheader,nounits`` with the fields of ``GPU_QUERY``.
 
     Raises:
@@ -125,7 +125,7 @@ def parse_gpu_query(text: str) -> List[Device]:
         card_width, width, generation = _number(max_width), _number(width), _number(generation)
         lanes = width or card_width
         devices.append(
-            Device(name, None if _number(memory) is None else _number(memory) * MIB, pci_address(address),
+            ListedGpu(name, None if _number(memory) is None else _number(memory) * MIB, pci_address(address),
                    PcieLink(generation, lanes, card_width) if generation and lanes else None, uuid, mig == "Enabled"))
     return devices
 
@@ -207,7 +207,7 @@ def _locality(columns: Sequence[str], entries: Sequence[str]) -> Optional[str]:
 ROCM_QUERY = ("--showproductname", "--showmeminfo", "vram", "--showbus", "--showtopo", "--json")
 
 
-def parse_rocm_smi(text: str) -> Tuple[List[Device], Matrix]:
+def parse_rocm_smi(text: str) -> Tuple[List[ListedGpu], Matrix]:
     """Reads ``rocm-smi --json`` with the options of ``ROCM_QUERY``.
 
     Raises:
@@ -225,7 +225,7 @@ def parse_rocm_smi(text: str) -> Tuple[List[Device], Matrix]:
         memory = _number(card.get("VRAM Total Memory (B)", ""))
         if not name or memory is None:
             raise TopologyError(f"rocm-smi lists {key} without 'Card Series' or 'VRAM Total Memory (B)': {sorted(card)}")
-        devices.append(Device(name, memory, pci_address(card["PCI Bus"]) if "PCI Bus" in card else None))
+        devices.append(ListedGpu(name, memory, pci_address(card["PCI Bus"]) if "PCI Bus" in card else None))
         node = _number(card.get("(Topology) Numa Node", ""))
         localities.append(None if node is None else f"NUMA node {node}")
     kinds = {}
@@ -305,7 +305,7 @@ def run_command(command: Sequence[str]) -> str:
     return done.stdout
 
 
-def devices_from_torch() -> List[Device]:
+def devices_from_torch() -> List[ListedGpu]:
     """The GPUs that torch sees, in its order. Where containers have the driver's libraries, but not its tools.
 
     Raises:
@@ -321,12 +321,12 @@ def devices_from_torch() -> List[Device]:
         address = None
         if hasattr(properties, "pci_bus_id"):
             address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-        devices.append(Device(properties.name, properties.total_memory, address))
+        devices.append(ListedGpu(properties.name, properties.total_memory, address))
     return devices
 
 
 def read_sources(sysfs: Path = Path("/sys"), proc: Path = Path("/proc"), command: Command = run_command,
-                 torch_devices: Callable[[], List[Device]] = devices_from_torch) -> Sources:
+                 torch_devices: Callable[[], List[ListedGpu]] = devices_from_torch) -> Sources:
     """Asks every source of this machine. What fails is noted in ``problems``.
 
     Args:

@@ -24,7 +24,7 @@ HOST_WORK = "DeepSpeed's host work included"
 """What is to be said of the compute of an arm that is observed."""
 
 Report = Dict[str, Any]
-Step = TypeVar("Step")
+PerStep = TypeVar("PerStep")
 
 
 def machine_description() -> Dict[str, Any]:
@@ -64,7 +64,7 @@ def build_report(records: Mapping[str, Sequence[Record]], dtype: str, machine: M
     return report
 
 
-def counted(steps: Sequence[Step]) -> Sequence[Step]:
+def counted(steps: Sequence[PerStep]) -> Sequence[PerStep]:
     """The steps that an arm is judged by: without the first, in which engines plan and warm up, where there are others."""
     return steps[1:] or steps
 
