@@ -16,7 +16,7 @@ from rich.markup import escape
 
 from mobius_ds.inputs.topology import TopologyError
 from mobius_ds.observation.records import Record
-from mobius_ds.reporting.comparison import forensics, job, observed_timeline, sweep
+from mobius_ds.reporting.comparison import forensics, job, observed_timeline, series
 from mobius_ds.reporting.comparison.answer import answer
 from mobius_ds.reporting.comparison.arms import (ARMS, DEFAULTS_ARM_STEPS, MOBIUS, ZERO3, Arm, CompareError, Failure,
                                                  choose_arms, explained, read_config, with_batch_per_rank, with_dtype,
@@ -26,7 +26,7 @@ from mobius_ds.reporting.comparison.job import JobFailed, Jobs, Server
 from mobius_ds.reporting.comparison.report import Report, build_report, findings, machine_description
 from mobius_ds.reporting.comparison.tables import measures, rich_table, write_report
 from mobius_ds.reporting.interruption import INTERRUPTED, ended_by_signal
-from mobius_ds.reporting.page import html_report, plots
+from mobius_ds.reporting.page import html_report, png
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _EXAMPLES = _PACKAGE if (_PACKAGE / "comparisons").is_dir() else _PACKAGE.parent  # installed, or a clone
@@ -44,9 +44,9 @@ class Comparison(NamedTuple):
     jobs: Jobs
 
     def value(self, over: str) -> Optional[int]:
-        """Where it stands among those of a sweep over ``over``; None if the script decides it."""
+        """Where it stands in a series over ``over``; None if the script decides it."""
         ranks = self.jobs.ranks
-        return ranks if over == sweep.RANKS else batch_of(self.arms[0].config, ranks).micro_batch
+        return ranks if over == series.RANKS else batch_of(self.arms[0].config, ranks).micro_batch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,8 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro-batch", type=int, metavar="SAMPLES", help="of one rank (default: the config's)")
     parser.add_argument("--device-memory-gb", type=float, metavar="GIB", help="device memory one rank may use, in every arm "
                         "(default: mobius.device_memory_gb of the config, or what the device has)")
-    parser.add_argument("--sweep", type=sweep.parse, metavar="WHAT=VALUES", help="after the comparison, run all arms again "
-                        f"with ranks=1,2,4 or micro_batch=1,2,4, {sweep.STEPS} steps each at most, to see what grows")
+    parser.add_argument("--sweep", type=series.parse, metavar="WHAT=VALUES", help="after the comparison, run all arms again "
+                        f"with ranks=1,2,4 or micro_batch=1,2,4, {series.STEPS} steps each at most, to see what grows")
     parser.add_argument("--wires", metavar="TOPOLOGY", help="let every arm's bytes cross the emulated links of this server, "
                         "a preset's name or a JSON file; needs --slowdown")
     parser.add_argument("--slowdown", type=float, metavar="TIMES", help="how many times slower than the server's GPUs this "
@@ -155,16 +155,16 @@ def _server(args: argparse.Namespace) -> Optional[Server]:
 
 
 def _points(args: argparse.Namespace, ranks: int) -> Dict[int, Comparison]:
-    """By value of the sweep, what is to be run there.
+    """By value of the series, what is to be run there.
 
     Args:
         ranks: of the comparison itself.
     """
     if args.sweep is None:
         return {}
-    over, few_steps = args.sweep.over, {**vars(args), "steps": min(args.steps, sweep.STEPS)}
+    over, few_steps = args.sweep.over, {**vars(args), "steps": min(args.steps, series.STEPS)}
     return {value: comparison_of(argparse.Namespace(**{**few_steps, over: value}), args.out / _RUNS / f"{over}-{value}",
-                                 batch_of_ranks=ranks if over == sweep.RANKS else None) for value in args.sweep.values}
+                                 batch_of_ranks=ranks if over == series.RANKS else None) for value in args.sweep.values}
 
 
 def run_arms(comparison: Comparison, console: Console,
@@ -225,19 +225,19 @@ def _swept(over: str, comparison: Comparison, points: Mapping[int, Comparison], 
     figures = []
     for value, there in points.items():
         if value == comparison.value(over):
-            figures.append(sweep.point(value, report["arms"], report["failed"]))
+            figures.append(series.point(value, report["arms"], report["failed"]))
             continue
         console.print(f"{over} = {value}")
         records, failed = run_arms(there, console, any_may_fail=True)
         arms = build_report(records, dtype_of(records), report["machine"])["arms"] if records else {}
-        figures.append(sweep.point(value, arms, {name: failure._asdict() for name, failure in failed.items()}))
+        figures.append(series.point(value, arms, {name: failure._asdict() for name, failure in failed.items()}))
     return {"over": over, "points": figures}
 
 
 def _write(report: Report, folder: Path) -> Path:
     """Writes all that a comparison leaves, and returns the page for a browser."""
     write_report(report, folder)
-    plots.draw(report, folder)
+    png.draw_comparison(report, folder)
     return html_report.write_html(report, folder)
 
 
