@@ -180,7 +180,7 @@ def failure_of(folder: Path) -> str:
     for says, blames in _BLAMES.items():
         blamed = blames.search(written)
         if blamed and blamed[1] != rank and (reason := _written_by(blamed[1], folder)):
-            return (f"{ended}: {_last_error(written)}\n"
+            return (f"{ended}: {_error_of(rank, folder) or blamed[0]}\n"
                     f"It {says} rank {blamed[1]}, whose last lines are:\n{_last_lines(reason)}")
     return f"{ended}:\n{_last_lines(written)}"
 
@@ -190,7 +190,7 @@ def reason_of(folder: Path) -> Failure:
     cause = _root_cause(folder)
     if cause is None:
         return Failure("failed", "the launcher itself failed")
-    errors = {rank: error for rank in _ranks(folder) if (error := _last_error(_written_by(rank, folder)))}
+    errors = {rank: error for rank in _ranks(folder) if (error := _error_of(rank, folder))}
     used_up = [error for error in errors.values() if _OUT_OF_MEMORY.search(error)]
     if used_up:
         first_hand = [error for error in used_up if not error.startswith(_HEARSAY)]
@@ -221,15 +221,11 @@ def _written_by(rank: str, folder: Path) -> str:
     return "".join(log.read_text(errors="replace") for log in logs)
 
 
-def _last_error(written: str) -> Optional[str]:
-    """The line that follows the last traceback: the error's class, without its module, and message. Else argparse's."""
-    lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in written.splitlines()]
-    tracebacks = [number for number, line in enumerate(lines) if line.startswith("Traceback")]
-    after = lines[tracebacks[-1] + 1:] if tracebacks else []
-    error = next((line for line in after if line and not line[0].isspace()), None)
-    if error is None:
-        return next(filter(_WRONG_ARGUMENT.match, lines), None)
-    return re.sub(r"^(?:\w+\.)+(?=\w+:)", "", error)
+def _error_of(rank: str, folder: Path) -> Optional[str]:
+    """What ended a rank: the class and the first line of the error that its launcher recorded. Else what argparse printed."""
+    for file in folder.glob(f"{_RANK_LOGS}/*/attempt_0/{rank}/error.json"):
+        return json.loads(file.read_text())["message"]["message"].partition("\n")[0].removesuffix(": ")
+    return next(filter(_WRONG_ARGUMENT.match, _written_by(rank, folder).splitlines()), None)
 
 
 def _sentence(error: str) -> str:
