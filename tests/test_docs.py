@@ -84,7 +84,7 @@ def test_messages_are_those_of_the_source():
 
 
 def test_every_section_of_the_report_is_explained():
-    titles = {_title(call.args[1]) for call in ast.walk(ast.parse((PACKAGE / "reporting" / "html_report.py").read_text()))
+    titles = {_title(call.args[1]) for call in ast.walk(ast.parse((PACKAGE / "reporting" / "page" / "html_report.py").read_text()))
               if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "Section"}
     page = prose(DOCS / "reading_the_report.md")
     assert set(re.findall(r"^### (.+)$", page, re.MULTILINE)) == titles

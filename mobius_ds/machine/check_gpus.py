@@ -6,9 +6,10 @@ from mobius_ds.inputs.hardware import GB
 from mobius_ds.inputs.topology import Topology, TopologyError
 from mobius_ds.inputs.units import readable
 from mobius_ds.machine.finding import NOTE, PROBLEM, Finding
+from mobius_ds.machine.gpu_listing import ListedGpu
 from mobius_ds.machine.gpu_probe import TorchGpu, TorchReport
 from mobius_ds.machine.topology_detection import Detection, topology_from_sources
-from mobius_ds.machine.topology_sources import ListedGpu, SourceMissing, Sources, read_sources
+from mobius_ds.machine.topology_sources import SourceMissing, Sources, read_sources
 
 SLOW = 0.7
 """A measured share of the expected bandwidth that is worth a word: large pinned copies reach 0.9 and more of it."""

@@ -19,7 +19,9 @@ from typing import Dict, Hashable, List, Optional, Sequence, Tuple
 from mobius_ds.inputs.hardware import (GB, GIB, NVLINK_EFFICIENCY, UNKNOWN_GPU_FLOPS, UNKNOWN_NVLINK, known_gpu,
                                        pcie_bandwidth)
 from mobius_ds.inputs.topology import Gpu, Topology, TopologyError, preset, topology_from_json
-from mobius_ds.machine.topology_sources import ListedGpu, PciTree, PcieLink, Sources, read_sources
+from mobius_ds.machine.gpu_listing import ListedGpu, PcieLink
+from mobius_ds.machine.pci_tree import PciTree
+from mobius_ds.machine.topology_sources import Sources, read_sources
 
 ASSUMED_LINK = PcieLink(3, 16)
 """What a GPU's link is taken for when nothing tells: the paper's server, slow for today's."""

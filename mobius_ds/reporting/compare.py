@@ -21,9 +21,10 @@ from mobius_ds.reporting.comparison.answer import answer
 from mobius_ds.reporting.comparison.arms import (ARMS, DEFAULTS_ARM_STEPS, MOBIUS, ZERO3, Arm, CompareError, Failure,
                                                  choose_arms, explained, read_config, with_batch_per_rank, with_dtype,
                                                  with_micro_batch, with_mobius)
+from mobius_ds.reporting.comparison.building import build_report, machine_description
 from mobius_ds.reporting.comparison.config_file import batch_of
 from mobius_ds.reporting.comparison.job import JobFailed, Jobs, Server
-from mobius_ds.reporting.comparison.report import Report, build_report, findings, machine_description
+from mobius_ds.reporting.comparison.report import Report, findings
 from mobius_ds.reporting.comparison.tables import measures, rich_table, write_report
 from mobius_ds.reporting.interruption import INTERRUPTED, ended_by_signal
 from mobius_ds.reporting.page import html_report, png

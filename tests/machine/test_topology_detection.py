@@ -18,10 +18,12 @@ from mobius_ds import cli
 from mobius_ds.inputs.hardware import GB, GIB, PCIE3_X16
 from mobius_ds.inputs.topology import TopologyError, preset, topology_from_json
 from mobius_ds.machine import topology_detection
+from mobius_ds.machine.gpu_listing import ListedGpu, Matrix, pci_address
+from mobius_ds.machine.nvidia_smi import parse_gpu_query, parse_topo_matrix
+from mobius_ds.machine.pci_tree import PciFunction, read_pci_tree
+from mobius_ds.machine.rocm_smi import parse_rocm_smi
 from mobius_ds.machine.topology_detection import topology_from_sources
-from mobius_ds.machine.topology_sources import (ListedGpu, Matrix, PciFunction, SourceMissing, Sources, parse_gpu_query,
-                                                parse_rocm_smi, parse_topo_matrix, pci_address, read_pci_tree,
-                                                read_sources, run_command)
+from mobius_ds.machine.topology_sources import SourceMissing, Sources, read_sources, run_command
 from mobius_ds.reporting import topology_table
 
 RECORDINGS = Path(__file__).parents[1] / "data" / "topology"

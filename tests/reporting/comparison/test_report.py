@@ -7,7 +7,8 @@ import pytest
 from rich.console import Console
 
 from mobius_ds.reporting.comparison.arms import Failure
-from mobius_ds.reporting.comparison.report import build_report, findings, median_step_seconds
+from mobius_ds.reporting.comparison.building import build_report
+from mobius_ds.reporting.comparison.report import findings, median_step_seconds
 from mobius_ds.reporting.comparison.tables import markdown, measures, rich_table, write_report
 from mobius_ds.reporting.page import png
 from mobius_ds.runtime.device.ledger import CATEGORIES

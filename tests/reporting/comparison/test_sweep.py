@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from mobius_ds.reporting.comparison import series
-from mobius_ds.reporting.comparison.report import build_report
+from mobius_ds.reporting.comparison.building import build_report
 from mobius_ds.reporting.comparison.series import MICRO_BATCH, RANKS, Series
 from mobius_ds.reporting.comparison.tables import markdown, rich_table, write_report
 from mobius_ds.reporting.page import png
