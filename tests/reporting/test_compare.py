@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from mobius_ds.reporting import compare
-from mobius_ds.reporting.comparison import job, series
+from mobius_ds.reporting.comparison import job, job_failure, series
 from mobius_ds.reporting.comparison.arms import Failure
 from mobius_ds.reporting.comparison.job import JobFailed
 from mobius_ds.reporting.interruption import INTERRUPTED
@@ -109,7 +109,7 @@ def failed_job(folder, *ends, exitcode=1):
 ])
 def test_the_rank_to_blame_is_shown_rather_than_the_one_that_heard_of_it(tmp_path, error, because):
     failed_job(tmp_path, Raised(error), "ValueError: bad data, in line 7")
-    said = job.failure_of(tmp_path)
+    said = job_failure.failure_of(tmp_path)
     assert "rank 0 ended first" in said and error in said
     assert because in said.lower() and "bad data, in line 7" in said
 
@@ -132,7 +132,7 @@ def test_the_rank_to_blame_is_shown_rather_than_the_one_that_heard_of_it(tmp_pat
     (["gone without a word"], 3, ("failed", "rank 0 ended with exitcode 3 (pid: 7)")),
 ])
 def test_the_reason_is_one_sentence(tmp_path, words, exitcode, expected):
-    assert job.reason_of(failed_job(tmp_path, *words, exitcode=exitcode)) == expected
+    assert job_failure.reason_of(failed_job(tmp_path, *words, exitcode=exitcode)) == expected
 
 
 def test_a_killed_rank_is_named(tmp_path, capsys):
