@@ -1,18 +1,20 @@
 """A server that is not there, under a job that is: its links are emulated, its GPUs are this machine's CPU.
 
 ``compare --wires`` writes an ``EmulatedServer`` into the folder that every arm records into, and each rank's recorder
-puts emulated wires under its engine.
+puts emulated wires under its engine. Imports neither torch nor DeepSpeed: those are the ranks'.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Mapping
+from typing import TYPE_CHECKING, Any, Dict, Mapping
 
-from mobius_ds.emulation.transfers import EmulatedTransfers
 from mobius_ds.emulation.wires import WiredLink, Wires
 from mobius_ds.inputs.topology import Topology, topology_from_json
 from mobius_ds.observation.records import shared_files
 from mobius_ds.simulation.costs import bandwidths
+
+if TYPE_CHECKING:
+    from mobius_ds.emulation.transfers import EmulatedTransfers
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,8 @@ class EmulatedServer:
         return cls(topology_from_json(data["topology"]), data["slowdown"])
 
     @property
-    def server(self) -> str:
-        """Its name, for messages."""
+    def name(self) -> str:
+        """The server's, for messages."""
         return self.topology.name
 
     def link_of(self, rank: int, folder: Path) -> WiredLink:
@@ -58,7 +60,9 @@ class EmulatedServer:
         wires = Wires(shared_files(folder) / "wires", bandwidths(self.topology), self.slowdown)
         return WiredLink(wires, self.topology, rank)
 
-    def transfers_of(self, rank: int, folder: Path) -> EmulatedTransfers:
+    def transfers_of(self, rank: int, folder: Path) -> "EmulatedTransfers":
         """What takes the transfers of a rank's observed engine, which is about to be built."""
+        from mobius_ds.emulation.transfers import EmulatedTransfers
+
         peer = None if self.topology.peer_bandwidth is None else ("peer", rank)
         return EmulatedTransfers(self.link_of(rank, folder), peer, folder)

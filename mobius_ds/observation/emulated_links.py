@@ -14,8 +14,8 @@ class EmulatedLinks(Protocol):
     """
 
     @property
-    def server(self) -> str:
-        """Its name, for messages."""
+    def name(self) -> str:
+        """The server's, for messages."""
 
     def link_of(self, rank: int, folder: Path) -> HostLink:
         """A rank's way to DRAM and back, for a device of Mobius'."""

@@ -73,7 +73,7 @@ def _transfers_of(engine, folder: Path, links: Optional[EmulatedLinks]) -> Optio
     """
     device = get_accelerator().device_name()
     if links is not None and device != "cpu":
-        raise ValueError(f"the links of {links.server} cannot be emulated under {device}, whose copies run over its own: "
+        raise ValueError(f"the links of {links.name} cannot be emulated under {device}, whose copies run over its own: "
                          "leave out --wires, or run on CPU (DS_ACCELERATOR=cpu)")
     if hasattr(engine, "take_traffic") or device != "cpu":
         return None
