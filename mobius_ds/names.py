@@ -9,14 +9,8 @@ CACHE_VARIABLE = "MOBIUS_DS_CACHE"
 RECORD_VARIABLE = "MOBIUS_DS_RECORD"
 """A folder: every engine of the process records its steps there, for ``mobius-ds compare``."""
 
-DEVICE_MEMORY_VARIABLE = "MOBIUS_DS_DEVICE_MEMORY_GB"
-"""How much device memory a recorded engine other than Mobius' may use on a rank, in GiB."""
-
 PROFILE_VARIABLE = "MOBIUS_DS_PROFILE"
 """A file: the job writes its profile there, for a GPU of 1 FLOP/s, and ends before training."""
-
-WIRES_VARIABLE = "MOBIUS_DS_WIRES"
-"""The server whose links every recorded engine's bytes have to cross."""
 
 ADOPTED = "_mobius"
 """Attribute of a parameter that lies in a pipeline's store: what answers for it."""

@@ -1,4 +1,4 @@
-"""What a rehearsal is, and its processes: one per emulated GPU, forked from a server that has loaded what they need.
+"""The processes of a rehearsal: one per emulated GPU, forked from a server that has loaded what they need.
 
 They are started, heard, and gone when ``run`` returns, however it returns. They also end by themselves with the process
 that started them, whatever ends that one.
@@ -13,82 +13,19 @@ import signal
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Tuple
 
-from mobius_ds.inputs.topology import Topology
-from mobius_ds.model.program import Program
-from mobius_ds.planner.planner import Planned
-from mobius_ds.profiling.describe import Source
-from mobius_ds.runtime.device.ledger import Bytes
-from mobius_ds.schedule.tasks import DEPTH
-from mobius_ds.simulation.steps import Step
+from mobius_ds.emulation.rehearsal import RankReport, Rehearsal
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_LOADED = ["mobius_ds.emulation.rehearsal", "torch._dynamo"]
+_LOADED = ["mobius_ds.emulation.rehearsed_pipeline", "torch._dynamo"]
 """Modules; the second is what the first operation on meta tensors imports."""
 _ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 """Of every rank: whatever GPUs this machine has, none is used."""
 _GRACE_SECONDS = 5.0
 _SAID, _DONE, _FAILED = "said", "done", "failed"
-
-
-@dataclass(frozen=True)
-class Rehearsal:
-    """What is rehearsed; the same on every rank."""
-
-    source: Source
-    """The model's description."""
-    samples: int
-    """In a micro-batch."""
-    sequence: int
-    """Tokens in a sample."""
-    program: Program
-    """Of the model's forward."""
-    planned: Planned
-    """What to run, on which topology, and the seconds of its layers."""
-    steps: int
-    """The first one warms up: programs are exchanged, schedules proved."""
-    timeout_seconds: float
-    """How long a rank waits for another one."""
-    slots: int = DEPTH
-    """One for a step without prefetching."""
-    trace: Optional[Path] = None
-    """Where to record it."""
-
-    @property
-    def topology(self) -> Topology:
-        """The emulated server."""
-        return self.planned.request.topology
-
-
-class RankStep(NamedTuple):
-    """One step of one rank. Times are of ``time.perf_counter``, the same clock for all ranks."""
-
-    begun: float
-    """After the last rank had ended the step before."""
-    forward_done: float
-    backward_done: float
-    processor_seconds: float
-    """What the runtime, and the emulation, took of this machine's processors."""
-    moved: Bytes
-    """Bytes by category, as the ledger counted them."""
-    predicted: Bytes
-    """The same, by the schedules."""
-
-
-class RankReport(NamedTuple):
-    """What one rank has to say."""
-
-    steps: List[RankStep]
-    last: Step
-    """The last step of all ranks, task by task."""
-    resident_bytes: int
-    """Of its process at the end."""
-    stored_bytes: int
-    """Of the model's store that are in memory."""
 
 
 class RehearsalFailed(RuntimeError):
@@ -194,7 +131,7 @@ def _rank_main(rehearsal: Rehearsal, rank: int, wires: Path, connection: Connect
     import torch
     from deepspeed.utils import logger
 
-    from mobius_ds.emulation.rehearsal import rehearse
+    from mobius_ds.emulation.rehearsed_pipeline import rehearse
 
     torch.set_num_threads(1)
     logger.setLevel("WARNING")

@@ -8,7 +8,7 @@ from typing import Any, Dict, List, Sequence, Tuple
 from rich.markup import escape
 from rich.table import Table
 
-from mobius_ds.emulation.rehearsal_ranks import RankReport
+from mobius_ds.emulation.rehearsal import RankReport
 from mobius_ds.inputs.units import readable
 from mobius_ds.planner.planner import Planned
 from mobius_ds.prediction.prediction import Prediction
@@ -22,7 +22,7 @@ SAYS = ("Emulated: the real runtime in real processes, with waits in place of co
         "the pipeline.")
 
 
-class Outcome:
+class RehearsalOutcome:
     """One rehearsal and its simulation.
 
     Args:
@@ -108,7 +108,7 @@ def _seconds(steps: Sequence[Any]) -> Tuple[float, float]:
 # Tables.
 
 
-def time_table(outcome: Outcome) -> Table:
+def time_table(outcome: RehearsalOutcome) -> Table:
     """Seconds of the step."""
     request, update = outcome.planned.request, outcome.prediction.update_seconds
     table = Table(title=f"{escape(request.profile.name)} on {escape(request.topology.name)}, emulated")
@@ -132,7 +132,7 @@ def _mean(seconds: Sequence[float]) -> float:
     return sum(seconds) / len(seconds)
 
 
-def bytes_table(outcome: Outcome) -> Table:
+def bytes_table(outcome: RehearsalOutcome) -> Table:
     """Bytes of the step by category."""
     table = Table(title="bytes of a step, all GPUs")
     for name in ("", "simulated", "scheduled", "moved (emulated)"):
@@ -143,7 +143,7 @@ def bytes_table(outcome: Outcome) -> Table:
     return table
 
 
-def link_table(outcome: Outcome) -> Table:
+def link_table(outcome: RehearsalOutcome) -> Table:
     """What the transfers got of the links that GPUs share."""
     table = Table(title="transfers through the root complexes, GB/s: fastest / median by bytes")
     for name in ("", "bandwidth", "simulated", "rehearsed (emulated)"):
@@ -157,7 +157,7 @@ def link_table(outcome: Outcome) -> Table:
     return table
 
 
-def sentences(outcome: Outcome) -> List[str]:
+def sentences(outcome: RehearsalOutcome) -> List[str]:
     """What the tables do not say."""
     stages = [1e3 * seconds for seconds in outcome.stage_seconds]
     longer = 1e3 * (sum(outcome.median) - sum(outcome.simulated))

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from mobius_ds.emulation import rehearsal_ranks
-from mobius_ds.emulation.rehearsal_report import (SAYS, Outcome, ablation_table, bytes_table, link_table, sentences,
-                                                  time_table)
+from mobius_ds.emulation.rehearsal_report import (SAYS, RehearsalOutcome, ablation_table, bytes_table, link_table,
+                                                  sentences, time_table)
 from mobius_ds.inputs.topology import Topology
 from mobius_ds.machine.topology_detection import topology_by_name
 from mobius_ds.model.errors import NotSplittable
@@ -142,7 +142,7 @@ def _of_same_model(planned: Planned, profiled: Profiled, args: argparse.Namespac
 
 
 def _run(args: argparse.Namespace, profiled: Profiled, planned: Planned, slots: int, console: Console,
-         trace: Optional[Path] = None) -> Outcome:
+         trace: Optional[Path] = None) -> RehearsalOutcome:
     request = planned.request
     prediction = predict_mobius(request.profile, request.topology, planned.plan, request.microbatches, slots)
     seconds = (args.steps + 1) * prediction.sweep_seconds
@@ -151,7 +151,7 @@ def _run(args: argparse.Namespace, profiled: Profiled, planned: Planned, slots: 
                   f"(emulated), about {seconds:.0f} s", highlight=False)
     rehearsal = rehearsal_ranks.Rehearsal(args.model, args.micro_batch, args.seq, profiled.program, planned, args.steps + 1,
                                           limit, slots, trace)
-    return Outcome(planned, prediction, rehearsal_ranks.run(rehearsal, limit))
+    return RehearsalOutcome(planned, prediction, rehearsal_ranks.run(rehearsal, limit))
 
 
 def _write(path: Path, outcomes: Dict[str, Any], console: Console) -> None:

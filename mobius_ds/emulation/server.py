@@ -1,27 +1,25 @@
 """A server that is not there, under a job that is: its links are emulated, its GPUs are this machine's CPU.
 
-``compare --wires`` hands an ``EmulatedServer`` to every arm's ranks through the environment, and each rank's recorder
-puts emulated wires under its engine. Imports neither torch nor DeepSpeed.
+``compare --wires`` writes an ``EmulatedServer`` into the folder that every arm records into, and each rank's recorder
+puts emulated wires under its engine. Imports neither torch nor DeepSpeed: those are the ranks'.
 """
 
-import json
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Optional
+from typing import TYPE_CHECKING, Any, Dict, Mapping
 
-from mobius_ds.emulation.wires import HostLink, Wires
+from mobius_ds.emulation.wires import WiredLink, Wires
 from mobius_ds.inputs.topology import Topology, topology_from_json
-from mobius_ds.names import WIRES_VARIABLE
+from mobius_ds.observation.records import shared_files
 from mobius_ds.simulation.costs import bandwidths
 
-_FOLDER, _WIRES = "emulated", "wires"
+if TYPE_CHECKING:
+    from mobius_ds.emulation.transfers import EmulatedTransfers
 
 
 @dataclass(frozen=True)
 class EmulatedServer:
-    """A topology whose links every rank's bytes have to cross, rank r those of GPU r.
+    """A topology whose links every rank's bytes have to cross, rank r those of GPU r: ``EmulatedLinks`` of a recorder.
 
     Args:
         topology: one GPU per rank.
@@ -43,32 +41,28 @@ class EmulatedServer:
         """The report's ``emulated``."""
         return {"topology": self.topology.name, "slowdown": self.slowdown, "says": self.says}
 
-    def environment(self) -> Dict[str, str]:
-        """What a job's environment needs beside the variable that makes it record."""
-        return {WIRES_VARIABLE: json.dumps({"topology": self.topology.to_json(), "slowdown": self.slowdown})}
+    def to_json(self) -> Dict[str, Any]:
+        """It as plain data, for the recorders of a job."""
+        return {"topology": self.topology.to_json(), "slowdown": self.slowdown}
 
     @classmethod
-    def from_environment(cls) -> Optional["EmulatedServer"]:
-        """That of this process's job, if it has one."""
-        value = os.environ.get(WIRES_VARIABLE)
-        if value is None:
-            return None
-        data = json.loads(value)
+    def from_json(cls, data: Mapping[str, Any]) -> "EmulatedServer":
+        """That of ``to_json``."""
         return cls(topology_from_json(data["topology"]), data["slowdown"])
 
-    def link_of(self, rank: int, folder: Path) -> HostLink:
+    @property
+    def name(self) -> str:
+        """The server's, for messages."""
+        return self.topology.name
+
+    def link_of(self, rank: int, folder: Path) -> WiredLink:
         """A rank's way to DRAM and back. All ranks name the same folder, where the files lie that they share."""
-        wires = Wires(shared_files(folder) / _WIRES, bandwidths(self.topology), self.slowdown)
-        return HostLink.of(wires, self.topology, rank)
+        wires = Wires(shared_files(folder) / "wires", bandwidths(self.topology), self.slowdown)
+        return WiredLink(wires, self.topology, rank)
 
+    def transfers_of(self, rank: int, folder: Path) -> "EmulatedTransfers":
+        """What takes the transfers of a rank's observed engine, which is about to be built."""
+        from mobius_ds.emulation.transfers import EmulatedTransfers
 
-def shared_files(folder: Path) -> Path:
-    """Where the ranks of a recorded job keep what they share of an emulated server."""
-    path = folder / _FOLDER
-    path.mkdir(parents=True, exist_ok=True)
-    return path
-
-
-def remove_shared_files(folder: Path) -> None:
-    """Removes them; ranks that have mapped them keep them."""
-    shutil.rmtree(folder / _FOLDER, ignore_errors=True)
+        peer = None if self.topology.peer_bandwidth is None else ("peer", rank)
+        return EmulatedTransfers(self.link_of(rank, folder), peer, folder)

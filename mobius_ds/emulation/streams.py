@@ -34,17 +34,17 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 LONGEST_WAIT_SECONDS = 1800.0
 """As long as the process groups wait for a rank: a transfer is over by then, or an error."""
 
-Work = Callable[[float], float]
+Passage = Callable[[float], float]
 """Waits until a transfer is over that could begin at the given time (``time.perf_counter``); returns when it was over."""
 
 
-class Stream:
+class EmulatedStream:
     """What DeepSpeed calls of a stream, as on CUDA."""
 
     last: Future
     """The end of what was issued so far; its result is when that was."""
 
-    def submit(self, work: Work) -> Future:
+    def submit(self, work: Passage) -> Future:
         """Issues a transfer; it begins when those before are over."""
         raise NotImplementedError
 
@@ -52,10 +52,10 @@ class Stream:
         """Holds up what is issued from now on until another stream's work is over."""
         raise NotImplementedError
 
-    def wait_stream(self, other: "Stream") -> None:
+    def wait_stream(self, other: "EmulatedStream") -> None:
         self.wait(other.last)
 
-    def wait_event(self, event: "Event") -> None:
+    def wait_event(self, event: "EmulatedEvent") -> None:
         self.wait(event.end)
 
     def query(self) -> bool:
@@ -65,7 +65,7 @@ class Stream:
         get_accelerator().default_stream().wait(self.last)
 
 
-class SideStream(Stream):
+class SideStream(EmulatedStream):
     """Transfers one after the other, while others compute."""
 
     def __init__(self, name: str):
@@ -74,7 +74,7 @@ class SideStream(Stream):
         self._thread = threading.Thread(target=self._loop, name=f"emulated-{name}", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Work) -> Future:
+    def submit(self, work: Passage) -> Future:
         future: Future = Future()
         self._queue.put((work, time.perf_counter(), future))
         self.last = future
@@ -101,7 +101,7 @@ class SideStream(Stream):
                 future.set_result(end)
 
 
-class ComputeStream(Stream):
+class ComputeStream(EmulatedStream):
     """The thread that computes. What is issued to it, it does.
 
     Args:
@@ -115,7 +115,7 @@ class ComputeStream(Stream):
     def last(self) -> Future:
         return _over(time.perf_counter())
 
-    def submit(self, work: Work) -> Future:
+    def submit(self, work: Passage) -> Future:
         begin = time.perf_counter()
         end = work(begin)
         self._waited(begin, time.perf_counter())
@@ -133,16 +133,16 @@ class ComputeStream(Stream):
         end.result()
 
 
-class Event:
+class EmulatedEvent:
     """The end of what a stream was issued before it."""
 
     def __init__(self, **_: Any):
         self.end: Future = _over(0.0)
 
-    def record(self, stream: Optional[Stream] = None) -> None:
+    def record(self, stream: Optional[EmulatedStream] = None) -> None:
         self.end = (stream or get_accelerator().current_stream()).last
 
-    def wait(self, stream: Optional[Stream] = None) -> None:
+    def wait(self, stream: Optional[EmulatedStream] = None) -> None:
         (stream or get_accelerator().current_stream()).wait(self.end)
 
     def query(self) -> bool:
@@ -177,21 +177,21 @@ class EmulatedAccelerator(CPU_Accelerator):
 
     @property
     def Event(self) -> type:
-        return Event
+        return EmulatedEvent
 
     def new_stream(self, name: str) -> SideStream:
         """A stream of its own."""
         self._streams.append(SideStream(name))
         return self._streams[-1]
 
-    def current_stream(self, device_index: Any = None) -> Stream:
+    def current_stream(self, device_index: Any = None) -> EmulatedStream:
         return getattr(self._current, "stream", self._compute)
 
-    def default_stream(self, device_index: Any = None) -> Stream:
+    def default_stream(self, device_index: Any = None) -> EmulatedStream:
         return self._compute
 
     @contextmanager
-    def stream(self, stream: Optional[Stream]):
+    def stream(self, stream: Optional[EmulatedStream]):
         before = self.current_stream()
         self._current.stream = stream or self._compute
         try:

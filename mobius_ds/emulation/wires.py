@@ -18,9 +18,8 @@ import struct
 import threading
 import time
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from mobius_ds.inputs.topology import Topology
 from mobius_ds.simulation.costs import to_dram, to_gpu
@@ -148,16 +147,26 @@ class Wires:
         return memory, memoryview(memory).cast("d")
 
 
-class HostLink(NamedTuple):
-    """One GPU's way to DRAM and back, over wires."""
+class WiredLink:
+    """One GPU's way to DRAM and back, over wires: what a ``Device`` needs of a link.
 
-    wires: Wires
-    to_gpu: Callable[[float], Sequence[Tuple[Link, float]]]
-    """The links that so many bytes cross from DRAM to the GPU."""
-    to_dram: Callable[[float], Sequence[Tuple[Link, float]]]
-    """The links that they cross from the GPU to DRAM."""
+    Args:
+        topology: of the emulated machine.
+        gpu: one of its.
+    """
 
-    @classmethod
-    def of(cls, wires: Wires, topology: Topology, gpu: int) -> "HostLink":
-        """That of a GPU of a topology."""
-        return cls(wires, partial(to_gpu, topology, gpu), partial(to_dram, topology, gpu))
+    def __init__(self, wires: Wires, topology: Topology, gpu: int):
+        self.wires, self.slowdown = wires, wires.slowdown
+        self._topology, self._gpu = topology, gpu
+
+    def to_gpu(self, nbytes: int, begun: float) -> None:
+        """Blocks until so many bytes, which set out at ``begun``, have come from DRAM."""
+        self.wires.carry(to_gpu(self._topology, self._gpu, nbytes), begun)
+
+    def to_dram(self, nbytes: int, begun: float) -> None:
+        """Blocks until they have come to DRAM."""
+        self.wires.carry(to_dram(self._topology, self._gpu, nbytes), begun)
+
+    def crossing(self, received: int, sent: int) -> Sequence[Tuple[Link, float]]:
+        """The links that bytes cross which come to the GPU while others leave it, each with its bytes."""
+        return (*to_gpu(self._topology, self._gpu, received), *to_dram(self._topology, self._gpu, sent))

@@ -6,9 +6,10 @@ from mobius_ds.inputs.hardware import GB
 from mobius_ds.inputs.topology import Topology, TopologyError
 from mobius_ds.inputs.units import readable
 from mobius_ds.machine.finding import NOTE, PROBLEM, Finding
+from mobius_ds.machine.gpu_listing import ListedGpu
 from mobius_ds.machine.gpu_probe import TorchGpu, TorchReport
 from mobius_ds.machine.topology_detection import Detection, topology_from_sources
-from mobius_ds.machine.topology_sources import Device, SourceMissing, Sources, read_sources
+from mobius_ds.machine.topology_sources import SourceMissing, Sources, read_sources
 
 SLOW = 0.7
 """A measured share of the expected bandwidth that is worth a word: large pinned copies reach 0.9 and more of it."""
@@ -19,10 +20,10 @@ IN_USE = 0.1
 def ask_gpus(torch: Optional[TorchReport], environment: Mapping[str, str]) -> Iterator[Finding]:
     """Asks the drivers and sysfs, and judges."""
 
-    def devices_of_torch() -> List[Device]:
+    def devices_of_torch() -> List[ListedGpu]:
         if torch is None or not torch.gpus:
             raise SourceMissing("torch sees no GPU")
-        return [Device(gpu.name, gpu.memory_bytes, gpu.address) for gpu in torch.gpus]
+        return [ListedGpu(gpu.name, gpu.memory_bytes, gpu.address) for gpu in torch.gpus]
 
     return judge_gpus(read_sources(torch_devices=devices_of_torch), torch, environment)
 

@@ -19,7 +19,9 @@ from typing import Dict, Hashable, List, Optional, Sequence, Tuple
 from mobius_ds.inputs.hardware import (GB, GIB, NVLINK_EFFICIENCY, UNKNOWN_GPU_FLOPS, UNKNOWN_NVLINK, known_gpu,
                                        pcie_bandwidth)
 from mobius_ds.inputs.topology import Gpu, Topology, TopologyError, preset, topology_from_json
-from mobius_ds.machine.topology_sources import Device, PciTree, PcieLink, Sources, read_sources
+from mobius_ds.machine.gpu_listing import ListedGpu, PcieLink
+from mobius_ds.machine.pci_tree import PciTree
+from mobius_ds.machine.topology_sources import Sources, read_sources
 
 ASSUMED_LINK = PcieLink(3, 16)
 """What a GPU's link is taken for when nothing tells: the paper's server, slow for today's."""
@@ -110,7 +112,7 @@ def _numbers(gpus: Sequence[int]) -> str:
     return f"GPU{'s' * (len(gpus) > 1)} {', '.join(map(str, gpus))}"
 
 
-def _gpu(number: int, device: Device, warnings: _Warnings) -> Gpu:
+def _gpu(number: int, device: ListedGpu, warnings: _Warnings) -> Gpu:
     model = known_gpu(device.name)
     memory = device.memory_bytes or (model and model.memory_bytes)
     if not memory:
@@ -335,7 +337,7 @@ def _peer_bandwidth(sources: Sources, warnings: _Warnings) -> Optional[float]:
 # The environment
 
 
-def _visible(value: str, devices: Sequence[Device], warnings: _Warnings) -> List[int]:
+def _visible(value: str, devices: Sequence[ListedGpu], warnings: _Warnings) -> List[int]:
     """The GPUs that ``CUDA_VISIBLE_DEVICES`` names, as CUDA reads it: up to the first entry that does not exist.
 
     Raises:

@@ -24,7 +24,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from mobius_ds.observation.transfers import Call, Transfers
+from mobius_ds.observation.transfers import TransferCall, Transfers
 from mobius_ds.runtime.device.ledger import Bytes, Ledger
 
 DELIVERED_CATEGORIES = ("parameters_in", "gradients_out", "activations_in", "activations_out")
@@ -204,7 +204,7 @@ class ObservedTraffic:
         sent, received = map(sum, zip(*passes))
         if self._transfers is None or not sent + received:
             return issue()
-        return self._transfers.collective(Call(name, group, purpose.asked_for(sent), received, sent), issue)
+        return self._transfers.collective(TransferCall(name, group, purpose.asked_for(sent), received, sent), issue)
 
 
 def _device_bytes(data: Any) -> int:

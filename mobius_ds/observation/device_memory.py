@@ -18,7 +18,7 @@ MEASURE = "parameters, gradients and optimizer state kept there, without activat
 _DEPTH = 4  # optimizers keep tensors in lists of groups of lists
 
 
-class Held(NamedTuple):
+class HeldOnDevice(NamedTuple):
     """Bytes that one rank keeps on its device from step to step."""
 
     parameters: int
@@ -31,7 +31,7 @@ class Held(NamedTuple):
         return sum(self)
 
 
-def held_by(engine) -> Held:
+def held_by(engine) -> HeldOnDevice:
     """What an engine of ZeRO stage 0, 1 or 2, or a ``PipelineEngine``, keeps on the device now.
 
     Gradients count as if they were there, which they are at the end of every backward. An optimizer's moments
@@ -42,7 +42,7 @@ def held_by(engine) -> Held:
     counted = {storage.data_ptr() for storage in (*model, *_storages(p.grad for p in parameters if p.grad is not None))}
     offloaded = getattr(engine.optimizer, "cpu_offload", False)
     optimizer = () if offloaded or engine.optimizer is None else _storages(_tensors(vars(engine.optimizer), _DEPTH))
-    return Held(sum(storage.nbytes() for storage in model), _gradient_bytes(engine),
+    return HeldOnDevice(sum(storage.nbytes() for storage in model), _gradient_bytes(engine),
                 sum(storage.nbytes() for storage in optimizer if storage.data_ptr() not in counted))
 
 

@@ -1,7 +1,7 @@
 """Records what a training script's engine does, step by step, without the script knowing.
 
-``install()`` makes every ``DeepSpeedEngine`` that is built afterwards, a Mobius engine included, report to a
-``Recorder``. When the script ends (or calls ``engine.destroy()``) each rank writes ``<folder>/rank<r>.json``:
+``install()`` makes every ``DeepSpeedEngine`` that is built afterwards, a Mobius engine included, report to
+an ``EngineRecorder``. When the script ends (or calls ``engine.destroy()``) each rank writes ``<folder>/rank<r>.json``:
 
     {"rank", "ranks", "engine", "device", "parameters", "dtype",
      "losses": [mean over the step's microbatches], "step_seconds": [...],
@@ -24,7 +24,6 @@ import atexit
 import contextlib
 import functools
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple, Union
@@ -35,31 +34,30 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import logger
 
-from mobius_ds.emulation.server import remove_shared_files
-from mobius_ds.names import RECORD_VARIABLE
-from mobius_ds.observation.records import Record, progress_file, rank_file
+from mobius_ds.observation.emulated_links import EmulatedLinks
+from mobius_ds.observation.records import Record, progress_file, rank_file, remove_shared_files
 from mobius_ds.observation.sources import source_of
-from mobius_ds.observation.transfers import Transfers, transfers_of
+from mobius_ds.observation.transfers import Transfers
 from mobius_ds.runtime.device.ledger import Bytes
 
 Loss = Union[float, torch.Tensor, None]
 
 
-def install(folder: Optional[Union[str, Path]] = None) -> None:
-    """Records every engine built from now on into ``folder`` (default: ``$MOBIUS_DS_RECORD``).
+def install(folder: Path, links: Optional[EmulatedLinks] = None) -> None:
+    """Records every engine built from now on into ``folder``. Calling it again changes nothing.
 
-    Calling it again changes nothing.
+    Args:
+        links: what every engine's bytes have to cross; none by default.
     """
-    folder = Path(folder or os.environ[RECORD_VARIABLE])
     build = DeepSpeedEngine.__init__
     if hasattr(build, "_mobius_recorder"):
         return
 
     @functools.wraps(build)
     def build_and_record(engine, *args, **kwargs):
-        transfers = transfers_of(engine, folder)  # streams are emulated before the engine makes its own
+        transfers = _transfers_of(engine, folder, links)  # streams are emulated before the engine makes its own
         build(engine, *args, **kwargs)
-        recorder = Recorder(engine, folder, transfers)
+        recorder = EngineRecorder(engine, folder, links, transfers)
         recorder.attach()
         atexit.register(recorder.write)
 
@@ -67,19 +65,36 @@ def install(folder: Optional[Union[str, Path]] = None) -> None:
     DeepSpeedEngine.__init__ = build_and_record
 
 
-class Recorder:
+def _transfers_of(engine, folder: Path, links: Optional[EmulatedLinks]) -> Optional[Transfers]:
+    """What takes the transfers of an engine that is about to be built; None for one that takes its own.
+
+    Raises:
+        ValueError: links are to be emulated under an accelerator, which has its own.
+    """
+    device = get_accelerator().device_name()
+    if links is not None and device != "cpu":
+        raise ValueError(f"the links of {links.name} cannot be emulated under {device}, whose copies run over its own: "
+                         "leave out --wires, or run on CPU (DS_ACCELERATOR=cpu)")
+    if hasattr(engine, "take_traffic") or device != "cpu":
+        return None
+    return Transfers() if links is None else links.transfers_of(torch.distributed.get_rank(), folder)
+
+
+class EngineRecorder:
     """One rank's record of one engine. ``attach()`` wraps the engine's own methods, on the object only.
 
     Args:
-        folder: where it is written.
+        folder: where it is written, and what the job's recorders are told lies.
+        links: those that an engine of Mobius' copies over.
         transfers: notes when those of an engine that is observed run.
     """
 
-    def __init__(self, engine, folder: Path, transfers: Optional[Transfers] = None):
+    def __init__(self, engine, folder: Path, links: Optional[EmulatedLinks] = None,
+                 transfers: Optional[Transfers] = None):
         self._engine = engine
         self._folder = folder
         self._transfers = transfers
-        self._traffic = source_of(engine, folder, transfers)
+        self._traffic = source_of(engine, folder, links, transfers)
         self._in_step = False
         self._in_train_batch = False
         self._microbatch_losses: List[Tuple[torch.Tensor, float]] = []

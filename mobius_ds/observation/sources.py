@@ -1,6 +1,5 @@
 """Where a recorder's figures of traffic and memory come from, for each kind of engine."""
 
-import os
 from pathlib import Path
 from typing import Optional, Tuple
 
@@ -9,35 +8,40 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from mobius_ds.emulation.server import EmulatedServer
 from mobius_ds.inputs.units import GIB
-from mobius_ds.names import DEVICE_MEMORY_VARIABLE
 from mobius_ds.observation import device_memory
 from mobius_ds.observation.collectives import ObservedTraffic
 from mobius_ds.observation.data_parallel_traffic import DataParallelTraffic
+from mobius_ds.observation.emulated_links import EmulatedLinks
 from mobius_ds.observation.pipeline_traffic import PipelineTraffic
+from mobius_ds.observation.records import told_in
 from mobius_ds.observation.transfers import Transfers
 from mobius_ds.observation.zero3_traffic import Zero3Traffic
 from mobius_ds.runtime.device.ledger import Bytes
+from mobius_ds.runtime.device.link import HostLink
 
 ACCELERATOR_MEASURE = "the accelerator's own count"
 
 
-def source_of(engine, folder: Path, transfers: Optional[Transfers] = None) -> "MobiusSource | ObservedSource":
+def source_of(engine, folder: Path, links: Optional[EmulatedLinks] = None,
+              transfers: Optional[Transfers] = None) -> "MobiusSource | ObservedSource":
     """What counts for an engine that was just built.
 
     Args:
         folder: of the job's records.
+        links: those that an engine of Mobius' copies over.
         transfers: takes the transfers of an observed engine.
 
     Raises:
-        DeviceOutOfMemory: the engine keeps more on the device than ``$MOBIUS_DS_DEVICE_MEMORY_GB`` allows.
+        DeviceOutOfMemory: the engine keeps more on the device than the job's recorders are told that there is.
     """
     if hasattr(engine, "take_traffic"):
-        return MobiusSource(engine, folder)
+        return MobiusSource(engine, links and links.link_of(engine.global_rank, folder))
+    limit = told_in(folder).device_memory_gb
+    budget = None if limit is None else int(limit * GIB)
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
-        return Zero3Source(engine, transfers)
-    return ResidentSource(engine, transfers)
+        return Zero3Source(engine, transfers, budget)
+    return ResidentSource(engine, transfers, budget)
 
 
 class MobiusSource:
@@ -46,11 +50,10 @@ class MobiusSource:
     predicts = True
     peak_device_measure = "what Mobius held on the device, slots, activations and gradients"
 
-    def __init__(self, engine, folder: Path):
+    def __init__(self, engine, link: Optional[HostLink]):
         self._engine = engine
-        server = EmulatedServer.from_environment()
-        if server is not None:
-            engine.pipeline.device.link = server.link_of(engine.global_rank, folder)
+        if link is not None:
+            engine.pipeline.device.link = link
 
     @property
     def parameters(self) -> int:
@@ -82,7 +85,10 @@ class MobiusSource:
 
 
 class ObservedSource:
-    """Traffic and memory of an unmodified engine, observed. See ``MobiusSource`` for what the methods return."""
+    """Traffic and memory of an unmodified engine, observed. See ``MobiusSource`` for what the methods return.
+
+    Those below take the transfers and a budget: bytes of device memory that one rank may use, None for all there is.
+    """
 
     predicts = False
     parameters: int
@@ -121,16 +127,16 @@ class ObservedSource:
 class Zero3Source(ObservedSource):
     """Of a ZeRO-3 engine."""
 
-    def __init__(self, engine, transfers: Optional[Transfers]):
+    def __init__(self, engine, transfers: Optional[Transfers], budget: Optional[int]):
         super().__init__(Zero3Traffic(engine, transfers),
                          "whole parameters gathered at once, without activations and gradients")
         self._engine = engine
+        self._budget = budget
         self.parameters = sum(p.ds_numel for p in engine.module.parameters())
 
     def take(self) -> Tuple[Bytes, Bytes]:
-        budget = _device_memory_budget()
-        if budget is not None:
-            device_memory.check_gathered(self._engine, self._traffic.peak_gathered_bytes(), budget)
+        if self._budget is not None:
+            device_memory.check_gathered(self._engine, self._traffic.peak_gathered_bytes(), self._budget)
         return super().take()
 
     def _peak_on_cpu(self) -> int:
@@ -140,9 +146,9 @@ class Zero3Source(ObservedSource):
 class ResidentSource(ObservedSource):
     """Of an engine that keeps its model on the device: ZeRO stages 0, 1 and 2, ``PipelineEngine``."""
 
-    def __init__(self, engine, transfers: Optional[Transfers]):
+    def __init__(self, engine, transfers: Optional[Transfers], budget: Optional[int]):
         self._engine = engine
-        self._budget = _device_memory_budget()
+        self._budget = budget
         self._peak = 0
         self.parameters = _parameters_of_all_stages(engine)
         self._check()
@@ -160,12 +166,6 @@ class ResidentSource(ObservedSource):
     def _peak_on_cpu(self) -> int:
         self._peak = max(self._peak, device_memory.held_by(self._engine).total)
         return self._peak
-
-
-def _device_memory_budget() -> Optional[int]:
-    """What one rank may use, in bytes; None for all there is."""
-    limit = os.environ.get(DEVICE_MEMORY_VARIABLE)
-    return None if limit is None else int(float(limit) * GIB)
 
 
 def _parameters_of_all_stages(engine) -> int:

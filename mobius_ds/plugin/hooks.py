@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Iterator, Mapping, Optional, Sequence, Union
 
 from mobius_ds.names import ADOPTED, KNOWN_DEEPSPEED, RANDOM_STATE, RECORD_VARIABLE
@@ -42,9 +43,20 @@ def install() -> None:
     under_zero.replace_checkpoints_of_mobius(deepspeed.DeepSpeedEngine)
     under_zero.export_checkpoints_of_mobius(deepspeed.utils.zero_to_fp32)
     if os.environ.get(RECORD_VARIABLE):
-        from mobius_ds.observation import recorder
+        _record_into(Path(os.environ[RECORD_VARIABLE]))
 
-        recorder.install()
+
+def _record_into(folder: Path) -> None:
+    from mobius_ds.observation import recorder
+    from mobius_ds.observation.records import told_in
+
+    emulated, links = told_in(folder).emulated, None
+    if emulated is not None:
+        # Emulation hangs on this line and on ``compare --wires``: every other job goes without.
+        from mobius_ds.emulation.server import EmulatedServer
+
+        links = EmulatedServer.from_json(emulated)
+    recorder.install(folder, links)
 
 
 def _choose_engine_by_config(engine_class: type, pipeline_engine_class: type) -> None:

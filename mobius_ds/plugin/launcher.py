@@ -5,12 +5,13 @@ installed package and from a checkout alike, leaves the ``MOBIUS_DS`` flag alone
 alternative, a ``sitecustomize`` on ``PYTHONPATH``, would hide the user's own one and leak into every subprocess.
 """
 
+import contextlib
 import os
 import runpy
 import site
 import sys
 from pathlib import Path
-from typing import List, Sequence
+from typing import Iterator, List, Sequence
 
 from mobius_ds.plugin import import_hook
 
@@ -87,15 +88,30 @@ def run_script(arguments: List[str]) -> None:
     as_module = arguments[0] == MODULE_FLAG
     script, *rest = arguments[1:] if as_module else arguments
     sys.argv = [script, *local_rank, *rest]
-    if as_module:
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
-        return
-    if not os.path.exists(script):
-        sys.exit(f"mobius-ds: there is no script {script}")
-    if not sys.flags.safe_path:
-        # ``python -m`` has put the working directory first, where a script expects its own folder.
-        sys.path[0] = str(Path(script).resolve().parent)
-    runpy.run_path(script, run_name="__main__")
+    with _error_recorded():
+        if as_module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+            return
+        if not os.path.exists(script):
+            sys.exit(f"mobius-ds: there is no script {script}")
+        if not sys.flags.safe_path:
+            # ``python -m`` has put the working directory first, where a script expects its own folder.
+            sys.path[0] = str(Path(script).resolve().parent)
+        runpy.run_path(script, run_name="__main__")
+
+
+@contextlib.contextmanager
+def _error_recorded() -> Iterator[None]:
+    """Leaves an error in the file that torch's launcher names, if it is this rank's: as torch's ``record``, but torch is
+    not imported before the script, which may have something to set up first."""
+    try:
+        yield
+    except Exception as error:
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            get_error_handler().record_exception(error)
+        raise
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ ARMS = {ZERO3_OFFLOAD: "zero3", MOBIUS: "mobius", GPIPE: "pipeline", DDP: "ddp"}
 runs in the place of what the config offloads, and both train with the same config."""
 
 
-class Job(NamedTuple):
+class Question(NamedTuple):
     """What advice is asked for."""
 
     profile: ModelProfile
@@ -57,15 +57,15 @@ def main(args: argparse.Namespace) -> int:
     """Prints the advice. Returns 0, or 1 where nothing fits or nothing can be said."""
     console = Console()
     try:
-        job = _job(args, _topology(args.topology))
-        planned = _plan(job, args.time_limit)
+        question = _question(args, _topology(args.topology))
+        planned = _plan(question, args.time_limit)
     except ValueError as error:  # an unknown model or topology, a config that is none, no time to plan
         console.print(f"[red]mobius-ds advise:[/] {escape(str(error))}", soft_wrap=True)
         return 1
     mobius = planned if isinstance(planned, str) else planned.prediction()
-    found = candidates(job.profile, job.topology, mobius, job.accumulation)
-    advice = advise(found, job.topology)
-    _show(job, planned, found, advice, console)
+    found = candidates(question.profile, question.topology, mobius, question.accumulation)
+    advice = advise(found, question.topology)
+    _show(question, planned, found, advice, console)
     return 0 if advice.chosen else 1
 
 
@@ -81,7 +81,7 @@ def _topology(name: str) -> Topology:
                             f"(Asked: {error})") from None
 
 
-def _job(args: argparse.Namespace, topology: Topology) -> Job:
+def _question(args: argparse.Namespace, topology: Topology) -> Question:
     config = None
     if args.config is not None:
         from mobius_ds.reporting.training_config import read_training_config  # loads DeepSpeed
@@ -90,54 +90,55 @@ def _job(args: argparse.Namespace, topology: Topology) -> Job:
     if args.micro_batch is None:
         args.micro_batch = (config and config.micro_batch) or 1
     if config is None:
-        return Job(profile_of(args, topology), topology, 1, None, [])
+        return Question(profile_of(args, topology), topology, 1, None, [])
     said = [f"{args.config} trains with {config.runs_in_words}.", *config.warnings]
     if config.micro_batch is None and args.model is not None:
         said.append(f"It leaves the micro-batch open; figures are for {args.micro_batch} (--micro-batch takes another).")
-    return Job(profile_of(args, topology), topology, config.accumulation, config.runs, said)
+    return Question(profile_of(args, topology), topology, config.accumulation, config.runs, said)
 
 
-def _plan(job: Job, time_limit: float) -> Union[Planned, str]:
+def _plan(question: Question, time_limit: float) -> Union[Planned, str]:
     """The best plan, or why there is none."""
     try:
-        return make_best_plan(Request(job.profile, job.topology, job.topology.size, time_limit=time_limit))
+        return make_best_plan(Request(question.profile, question.topology, question.topology.size, time_limit=time_limit))
     except InfeasiblePlan as error:
         return str(error)
 
 
-def _show(job: Job, planned: Union[Planned, str], found: List[Candidate], advice: Advice, console: Console) -> None:
-    profile, topology = job.profile, job.topology
+def _show(question: Question, planned: Union[Planned, str], found: List[Candidate], advice: Advice,
+          console: Console) -> None:
+    profile, topology = question.profile, question.topology
+    per_gpu = f"{question.accumulation} micro-batch{'es' * (question.accumulation > 1)} per GPU and step"
     console.print(f"{profile.name}: {profile.parameters / 1e9:.2f} B parameters on {topology.name}, {topology.size} "
-                  f"GPU{'s' * (topology.size > 1)}, {job.accumulation} micro-batch{'es' * (job.accumulation > 1)} per GPU "
-                  "and step", highlight=False)
+                  f"GPU{'s' * (topology.size > 1)}, {per_gpu}", highlight=False)
     predictions: List[Prediction] = [one.prediction for one in found if one.prediction is not None]
-    if job.accumulation > 1 and isinstance(planned, Planned):
-        together = replace(planned, request=replace(planned.request, microbatches=job.accumulation * topology.size))
+    if question.accumulation > 1 and isinstance(planned, Planned):
+        together = replace(planned, request=replace(planned.request, microbatches=question.accumulation * topology.size))
         predictions.insert(1, replace(together.prediction(), name="train_batch"))
     console.print(comparison_table(profile.model_bytes, predictions))
     first, *rest = advice.sentences
     console.print(f"[bold]{escape(first)}[/] {escape(' '.join(rest))}", highlight=False)
-    for text in job.said:
+    for text in question.said:
         console.print(escape(text), highlight=False)
-    if job.accumulation > 1 and isinstance(planned, Planned):
+    if question.accumulation > 1 and isinstance(planned, Planned):
         console.print("Under Mobius engine.train_batch(data_iter) sweeps once for all micro-batches of a step (column "
                       "train_batch); a loop over forward and backward sweeps for each.", highlight=False)
     if advice.chosen is not None:
-        _show_what_to_do(job, advice, console)
+        _show_what_to_do(question, advice, console)
 
 
-def _show_what_to_do(job: Job, advice: Advice, console: Console) -> None:
+def _show_what_to_do(question: Question, advice: Advice, console: Console) -> None:
     chosen = advice.chosen.name
-    if chosen == job.runs:
+    if chosen == question.runs:
         console.print("There is nothing to change in the config.", highlight=False)
     else:
         console.print("In the DeepSpeed config:", highlight=False)
         for key, value in SETTINGS[chosen].items():
             console.print(f'  "{key}": {escape(json.dumps(value))}', highlight=False, soft_wrap=True)
     if chosen == GPIPE:
-        console.print(f"and in the script a deepspeed.pipe.PipelineModule with num_stages={job.topology.size}, driven by "
-                      "engine.train_batch.", highlight=False)
+        console.print(f"and in the script a deepspeed.pipe.PipelineModule with num_stages={question.topology.size}, driven "
+                      "by engine.train_batch.", highlight=False)
     arms = dict.fromkeys(ARMS[one.name] for one in (advice.chosen, *advice.equals) if one.name in ARMS)
     if len(arms) > 1:
         console.print(f"To measure it: mobius-ds compare --script train.py --config ds_config.json --ranks "
-                      f"{job.topology.size} --arms {','.join(arms)}", highlight=False, soft_wrap=True)
+                      f"{question.topology.size} --arms {','.join(arms)}", highlight=False, soft_wrap=True)

@@ -14,20 +14,20 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.markup import escape
 
-from mobius_ds.emulation.server import EmulatedServer
 from mobius_ds.inputs.topology import TopologyError
 from mobius_ds.observation.records import Record
-from mobius_ds.reporting.comparison import forensics, job, observed_timeline, sweep
+from mobius_ds.reporting.comparison import forensics, job, observed_timeline, series
 from mobius_ds.reporting.comparison.answer import answer
 from mobius_ds.reporting.comparison.arms import (ARMS, DEFAULTS_ARM_STEPS, MOBIUS, ZERO3, Arm, CompareError, Failure,
                                                  choose_arms, explained, read_config, with_batch_per_rank, with_dtype,
                                                  with_micro_batch, with_mobius)
+from mobius_ds.reporting.comparison.building import build_report, machine_description
 from mobius_ds.reporting.comparison.config_file import batch_of
-from mobius_ds.reporting.comparison.job import JobFailed, Jobs
-from mobius_ds.reporting.comparison.report import Report, build_report, findings, machine_description
+from mobius_ds.reporting.comparison.job import JobFailed, Jobs, Server
+from mobius_ds.reporting.comparison.report import Report, findings
 from mobius_ds.reporting.comparison.tables import measures, rich_table, write_report
 from mobius_ds.reporting.interruption import INTERRUPTED, ended_by_signal
-from mobius_ds.reporting.page import html_report, plots
+from mobius_ds.reporting.page import html_report, png
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _EXAMPLES = _PACKAGE if (_PACKAGE / "comparisons").is_dir() else _PACKAGE.parent  # installed, or a clone
@@ -45,9 +45,9 @@ class Comparison(NamedTuple):
     jobs: Jobs
 
     def value(self, over: str) -> Optional[int]:
-        """Where it stands among those of a sweep over ``over``; None if the script decides it."""
+        """Where it stands in a series over ``over``; None if the script decides it."""
         ranks = self.jobs.ranks
-        return ranks if over == sweep.RANKS else batch_of(self.arms[0].config, ranks).micro_batch
+        return ranks if over == series.RANKS else batch_of(self.arms[0].config, ranks).micro_batch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,8 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro-batch", type=int, metavar="SAMPLES", help="of one rank (default: the config's)")
     parser.add_argument("--device-memory-gb", type=float, metavar="GIB", help="device memory one rank may use, in every arm "
                         "(default: mobius.device_memory_gb of the config, or what the device has)")
-    parser.add_argument("--sweep", type=sweep.parse, metavar="WHAT=VALUES", help="after the comparison, run all arms again "
-                        f"with ranks=1,2,4 or micro_batch=1,2,4, {sweep.STEPS} steps each at most, to see what grows")
+    parser.add_argument("--sweep", type=series.parse, metavar="WHAT=VALUES", help="after the comparison, run all arms again "
+                        f"with ranks=1,2,4 or micro_batch=1,2,4, {series.STEPS} steps each at most, to see what grows")
     parser.add_argument("--wires", metavar="TOPOLOGY", help="let every arm's bytes cross the emulated links of this server, "
                         "a preset's name or a JSON file; needs --slowdown")
     parser.add_argument("--slowdown", type=float, metavar="TIMES", help="how many times slower than the server's GPUs this "
@@ -136,7 +136,7 @@ def comparison_of(args: argparse.Namespace, folder: Path, batch_of_ranks: Option
     return Comparison(arms, Jobs(args.script, args.script_args, ranks, folder, server))
 
 
-def _server(args: argparse.Namespace) -> Optional[EmulatedServer]:
+def _server(args: argparse.Namespace) -> Optional[Server]:
     if args.wires is None and args.slowdown is None:
         return None
     if args.wires is None or args.slowdown is None:
@@ -145,6 +145,7 @@ def _server(args: argparse.Namespace) -> Optional[EmulatedServer]:
     if args.wires == "detect":
         raise CompareError("--wires emulates the links of a server that is not here: name a preset, such as 4090-2, or a "
                            "topology in a JSON file. Leave it out to use this machine's own")
+    from mobius_ds.emulation.server import EmulatedServer  # only here, so that the package does without emulation
     from mobius_ds.machine.topology_detection import topology_by_name  # imports torch
 
     try:
@@ -155,16 +156,16 @@ def _server(args: argparse.Namespace) -> Optional[EmulatedServer]:
 
 
 def _points(args: argparse.Namespace, ranks: int) -> Dict[int, Comparison]:
-    """By value of the sweep, what is to be run there.
+    """By value of the series, what is to be run there.
 
     Args:
         ranks: of the comparison itself.
     """
     if args.sweep is None:
         return {}
-    over, few_steps = args.sweep.over, {**vars(args), "steps": min(args.steps, sweep.STEPS)}
+    over, few_steps = args.sweep.over, {**vars(args), "steps": min(args.steps, series.STEPS)}
     return {value: comparison_of(argparse.Namespace(**{**few_steps, over: value}), args.out / _RUNS / f"{over}-{value}",
-                                 batch_of_ranks=ranks if over == sweep.RANKS else None) for value in args.sweep.values}
+                                 batch_of_ranks=ranks if over == series.RANKS else None) for value in args.sweep.values}
 
 
 def run_arms(comparison: Comparison, console: Console,
@@ -214,7 +215,7 @@ def _compared(comparison: Comparison, console: Console) -> Report:
             forensics.add_to_report(report, job.folder_of(MOBIUS, comparison.jobs))
         except ValueError as error:  # no reason to lose the rest
             report["comparison"]["notes"].append(f"{MOBIUS}: no timeline: {error}")
-    observed_timeline.add_to_report(report, records, server)
+    observed_timeline.add_to_report(report, records, emulated=server is not None)
     report.update(command=shlex.join(["mobius-ds", *sys.argv[1:]]), answer=answer(report))
     return report
 
@@ -225,19 +226,19 @@ def _swept(over: str, comparison: Comparison, points: Mapping[int, Comparison], 
     figures = []
     for value, there in points.items():
         if value == comparison.value(over):
-            figures.append(sweep.point(value, report["arms"], report["failed"]))
+            figures.append(series.point(value, report["arms"], report["failed"]))
             continue
         console.print(f"{over} = {value}")
         records, failed = run_arms(there, console, any_may_fail=True)
         arms = build_report(records, dtype_of(records), report["machine"])["arms"] if records else {}
-        figures.append(sweep.point(value, arms, {name: failure._asdict() for name, failure in failed.items()}))
+        figures.append(series.point(value, arms, {name: failure._asdict() for name, failure in failed.items()}))
     return {"over": over, "points": figures}
 
 
 def _write(report: Report, folder: Path) -> Path:
     """Writes all that a comparison leaves, and returns the page for a browser."""
     write_report(report, folder)
-    plots.draw(report, folder)
+    png.draw_comparison(report, folder)
     return html_report.write_html(report, folder)
 
 

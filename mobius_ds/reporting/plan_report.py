@@ -18,8 +18,10 @@ from mobius_ds.prediction.prediction import Prediction
 from mobius_ds.prediction.zero import accumulated, predict_zero3_offload
 from mobius_ds.reporting.script_profile import profile_of_script
 from mobius_ds.reporting.trace_report import exposure_of
+from mobius_ds.simulation.chrome_trace import naming_lines, step_lines
 from mobius_ds.simulation.costs import stages_of
 from mobius_ds.simulation.exposure import quartiles
+from mobius_ds.simulation.steps import Step
 
 PERCENT = 100
 TOPOLOGIES = f"a preset ({', '.join(PRESETS)}), a JSON file"
@@ -88,24 +90,34 @@ def plan(args: argparse.Namespace) -> int:
 
 def simulate(args: argparse.Namespace) -> int:
     """Plays a plan file. Returns the exit status."""
-    from mobius_ds.reporting import timeline
-
     console = Console()
     try:
         planned = from_json(args.plan)
         prediction = planned.prediction()
         console.print(comparison_table(planned.request.profile.model_bytes, [prediction]))
         if args.trace:
-            timeline.write_chrome_trace(prediction.step, args.trace, planned.request.topology.name)
+            _write_chrome_trace(prediction.step, args.trace, planned.request.topology.name)
             console.print(f"{escape(str(args.trace))} written")
         if args.png:
-            timeline.draw(prediction.step, args.png, f"{planned.request.profile.name} on {planned.request.topology.name}")
+            from mobius_ds.reporting.page import png  # here: Matplotlib loads only for a picture
+
+            png.draw_step(prediction.step, args.png, f"{planned.request.profile.name} on {planned.request.topology.name}")
             console.print(f"{escape(str(args.png))} written")
     except (ValueError, OSError) as error:  # no plan; or a place or a kind of file that cannot be written
         said = f"cannot write {error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
         console.print(f"[red]mobius-ds simulate:[/] {escape(said)}", soft_wrap=True)
         return 1
     return 0
+
+
+def _write_chrome_trace(step: Step, path: Path, says: str) -> None:
+    """Writes a simulated step as a job writes its own, one process per GPU and one thread per stream.
+
+    Args:
+        says: what was simulated.
+    """
+    lines = [*naming_lines(step.gpus, f"simulated: {says}", simulated=True), *step_lines(step, 0.0, 1)]
+    path.write_text("[\n" + ",\n".join(lines) + "\n]\n")
 
 
 def profile_of(args: argparse.Namespace, topology: Topology) -> ModelProfile:

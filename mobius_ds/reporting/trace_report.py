@@ -9,7 +9,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from mobius_ds.inputs.units import readable
-from mobius_ds.reporting import timeline
 from mobius_ds.runtime.record.recorded_trace import Trace
 from mobius_ds.simulation.exposure import Figures, Idle, quartiles
 
@@ -39,8 +38,10 @@ def main(args: argparse.Namespace) -> int:
             shown = {f"step {number}{', emulated' if trace.emulated else ''}": measured, **shown}
         show({name: trace.figures(step) for name, step in shown.items()}, console)
         if args.png:
+            from mobius_ds.reporting.page import png  # here: Matplotlib loads only for a picture
+
             name, step = next(iter(shown.items()))
-            timeline.draw(step, args.png, name)
+            png.draw_step(step, args.png, name)
             console.print(f"{escape(str(args.png))} written")
     except (ValueError, OSError) as error:
         said = f"cannot write {error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)

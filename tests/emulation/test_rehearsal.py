@@ -8,8 +8,8 @@ from typing import Any, Tuple
 import psutil
 import pytest
 
-from mobius_ds.emulation.rehearsal import rehearse
-from mobius_ds.emulation.rehearsal_ranks import RankReport, Rehearsal
+from mobius_ds.emulation.rehearsal import RankReport, Rehearsal
+from mobius_ds.emulation.rehearsed_pipeline import rehearse
 from mobius_ds.inputs.hardware import GIB
 from mobius_ds.inputs.topology import Topology, preset
 from mobius_ds.planner.planner import Planned, Request

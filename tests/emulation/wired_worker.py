@@ -12,7 +12,6 @@ from torch import nn
 
 from mobius_ds.emulation.server import EmulatedServer
 from mobius_ds.inputs.topology import Gpu, Topology
-from mobius_ds.names import WIRES_VARIABLE
 from mobius_ds.observation.recorder import install
 from mobius_ds.observation.records import rank_file
 
@@ -69,17 +68,14 @@ def samples(rank):
 def recorded(folder, slowdown, build, step):
     """The record of an engine that was built and took its steps over a server's emulated wires."""
     rank = torch.distributed.get_rank()
-    if slowdown is not None:
-        os.environ.update(server(slowdown).environment())
     torch.manual_seed(0)
     try:
-        install(folder)
+        install(folder, None if slowdown is None else server(slowdown))
         engine = build()
         for _ in range(STEPS):
             step(engine)
         engine.destroy()
     finally:
-        os.environ.pop(WIRES_VARIABLE, None)
         deepspeed.DeepSpeedEngine.__init__ = deepspeed.DeepSpeedEngine.__init__.__wrapped__
     return json.loads(rank_file(folder, rank).read_text())
 

@@ -18,10 +18,12 @@ from mobius_ds import cli
 from mobius_ds.inputs.hardware import GB, GIB, PCIE3_X16
 from mobius_ds.inputs.topology import TopologyError, preset, topology_from_json
 from mobius_ds.machine import topology_detection
+from mobius_ds.machine.gpu_listing import ListedGpu, Matrix, pci_address
+from mobius_ds.machine.nvidia_smi import parse_gpu_query, parse_topo_matrix
+from mobius_ds.machine.pci_tree import PciFunction, read_pci_tree
+from mobius_ds.machine.rocm_smi import parse_rocm_smi
 from mobius_ds.machine.topology_detection import topology_from_sources
-from mobius_ds.machine.topology_sources import (Device, Matrix, PciFunction, SourceMissing, Sources, parse_gpu_query,
-                                                parse_rocm_smi, parse_topo_matrix, pci_address, read_pci_tree,
-                                                read_sources, run_command)
+from mobius_ds.machine.topology_sources import SourceMissing, Sources, read_sources, run_command
 from mobius_ds.reporting import topology_table
 
 RECORDINGS = Path(__file__).parents[1] / "data" / "topology"
@@ -179,7 +181,8 @@ def test_a_matrix_that_contradicts_itself_is_not_used(entry, reason):
 
 
 def devices(count, name="NVIDIA GeForce RTX 3090", **more):
-    return [Device(name, 24 * GIB, f"0000:{number + 1:02x}:00.0", uuid=f"GPU-{number}{number}", **more) for number in range(count)]
+    return [ListedGpu(name, 24 * GIB, f"0000:{number + 1:02x}:00.0", uuid=f"GPU-{number}{number}", **more)
+            for number in range(count)]
 
 
 def test_a_matrix_of_other_gpus_is_not_used(tmp_path):
@@ -232,10 +235,10 @@ def test_an_unknown_gpu_gets_a_guess_and_a_warning():
 
 
 def test_a_gpu_without_memory_is_looked_up_or_refused():
-    known = Device("NVIDIA L4", None, None)
+    known = ListedGpu("NVIDIA L4", None, None)
     assert topology_from_sources(Sources([known], dram_bytes=GIB)).topology.gpus[0].memory_bytes == 24 * GIB
     with pytest.raises(TopologyError, match=r"GPU 0 \(NVIDIA GB10\) does not tell its memory .* use --file F"):
-        topology_from_sources(Sources([Device("NVIDIA GB10", None, None)], dram_bytes=GIB))
+        topology_from_sources(Sources([ListedGpu("NVIDIA GB10", None, None)], dram_bytes=GIB))
 
 
 def test_without_a_gpu_the_way_out_is_named(tmp_path):
@@ -356,7 +359,7 @@ def test_a_malformed_list_is_an_error(text, reason):
 
 def test_figures_that_a_driver_does_not_tell_are_left_open():
     (device,) = parse_gpu_query("NVIDIA L4, GPU-1, [N/A], 00000000:3B:00.0, [N/A], [N/A], [N/A], [N/A]\n")
-    assert device == Device("NVIDIA L4", None, "0000:3b:00.0", None, "GPU-1", False)
+    assert device == ListedGpu("NVIDIA L4", None, "0000:3b:00.0", None, "GPU-1", False)
     assert parse_gpu_query("No devices were found\n") == []
 
 

@@ -1,7 +1,6 @@
 """One rank of the counting tests of ZeRO stages 0 and 2 and of ``PipelineEngine``: every case in one job."""
 
 import json
-import os
 
 import deepspeed
 import torch
@@ -9,9 +8,8 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
 from mobius_ds.inputs.units import GIB
-from mobius_ds.names import DEVICE_MEMORY_VARIABLE
-from mobius_ds.observation.recorder import Recorder
-from mobius_ds.observation.records import rank_file
+from mobius_ds.observation.recorder import EngineRecorder
+from mobius_ds.observation.records import Told, rank_file, tell
 
 WIDTH, LAYERS, SAMPLES = 32, 4, 2  # every parameter divides evenly among 1, 2 and 4 ranks
 PARAMETERS = LAYERS * (WIDTH * WIDTH + WIDTH)
@@ -60,7 +58,7 @@ def loss_of(output, _=None):
 
 
 def recorded(engine, folder, train):
-    recorder = Recorder(engine, folder)
+    recorder = EngineRecorder(engine, folder)
     recorder.attach()
     try:
         losses = [train() for _ in range(STEPS)]
@@ -104,13 +102,13 @@ def out_of_memory(folder):
     """What engines say on devices that lack a byte: for the model, the optimizer's moments, what is gathered at once."""
     said = {}
     for what, stage, parameters_held in (("at once", 0, 2), ("in the first step", 0, 3), ("gathered", 3, 1)):
-        os.environ[DEVICE_MEMORY_VARIABLE] = str((parameters_held * PARAMETERS * 4 - 1) / GIB)
+        (folder / what).mkdir(exist_ok=True)
+        tell(folder / what, Told(device_memory_gb=(parameters_held * PARAMETERS * 4 - 1) / GIB))  # every rank the same
+        torch.distributed.barrier()  # for a file that another one is writing is empty
         try:
-            run_case("oom", folder, "fp32", zero={"stage": stage})
+            run_case(what, folder, "fp32", zero={"stage": stage})
         except torch.OutOfMemoryError as error:
             said[what] = str(error)
-        finally:
-            del os.environ[DEVICE_MEMORY_VARIABLE]
     return said
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from mobius_ds.observation.recorder import Recorder
+from mobius_ds.observation.recorder import EngineRecorder
 from mobius_ds.observation.records import rank_file, read_progress, read_records
 from mobius_ds.runtime.device.ledger import Ledger
 
@@ -74,7 +74,7 @@ class Engine(torch.nn.Module):
 def engine(tmp_path):
     engine = Engine()
     torch.nn.init.ones_(engine.module.weight)
-    Recorder(engine, tmp_path).attach()
+    EngineRecorder(engine, tmp_path).attach()
     return engine
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mobius_ds.observation.recorder import Recorder
+from mobius_ds.observation.recorder import EngineRecorder
 from mobius_ds.observation.records import rank_file
 
 WIDTH, LAYERS = 32, 4  # every parameter divides evenly among 1, 2 and 4 ranks
@@ -70,7 +70,7 @@ def build_engine(dtype, settings, accumulation=1, offload_parameters=True):
 
 def run_case(name, folder, evaluate=False, **case):
     engine = build_engine(**case)
-    recorder = Recorder(engine, folder / name)
+    recorder = EngineRecorder(engine, folder / name)
     recorder.attach()
     dtype = torch.bfloat16 if case["dtype"] == "bf16" else torch.float32
     generator = torch.Generator().manual_seed(engine.global_rank)

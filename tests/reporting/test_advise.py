@@ -8,7 +8,7 @@ from rich.console import Console
 from mobius_ds import cli
 from mobius_ds.inputs.topology import preset
 from mobius_ds.planner.advice import DDP, MOBIUS, ZERO2, ZERO3, ZERO3_OFFLOAD, Advice, Candidate
-from mobius_ds.reporting.advise import SETTINGS, Job, _show_what_to_do
+from mobius_ds.reporting.advise import SETTINGS, Question, _show_what_to_do
 from mobius_ds.reporting.training_config import read_training_config
 from tests.integrations.tiny import llama_config
 from tests.planner.models import even_model
@@ -59,10 +59,10 @@ def test_one_gpu_and_a_hugging_face_config_name_what_measures_it(tmp_path, capsy
 def test_what_no_arm_measures_has_no_command_that_claims_to(capsys):
     """zero3 and mobius run one config: where it offloads, neither is ZeRO-3 on the GPUs."""
     profile, server = even_model(layers=4), preset("a100-8-nvlink")
-    job = Job(profile, server, 1, None, [])
+    question = Question(profile, server, 1, None, [])
     for name, measured in ((ZERO3, False), (ZERO3_OFFLOAD, True)):
         equal, chosen = (Candidate(one, None, 0, "") for one in (MOBIUS, name))
-        _show_what_to_do(job, Advice(chosen, (equal,), ()), Console())
+        _show_what_to_do(question, Advice(chosen, (equal,), ()), Console())
         assert ("--arms zero3,mobius" in capsys.readouterr().out) == measured
 
 

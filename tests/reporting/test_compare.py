@@ -9,12 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
 
 from mobius_ds.reporting import compare
-from mobius_ds.reporting.comparison import job, sweep
+from mobius_ds.reporting.comparison import job, job_failure, series
 from mobius_ds.reporting.comparison.arms import Failure
 from mobius_ds.reporting.comparison.job import JobFailed
 from mobius_ds.reporting.interruption import INTERRUPTED
@@ -80,18 +81,22 @@ def test_the_launcher_binds_a_port_itself(tmp_path):
 LAUNCHER = "Root Cause (first observed failure):\n rank : 0 (local)\n exitcode : {} (pid: 7)"
 
 
-def failed_job(folder, *words, exitcode=1):
-    """The folder of a job whose ranks wrote ``words``, and whose rank 0 ended first."""
-    for rank, said in enumerate(words):
+class Raised(NamedTuple):
+    """An error that ended a rank, as its launcher records it."""
+
+    error: str
+
+
+def failed_job(folder, *ends, exitcode=1):
+    """The folder of a job whose ranks raised errors or wrote words, and whose rank 0 ended first."""
+    for rank, end in enumerate(ends):
         log = folder / "logs" / "run" / "attempt_0" / str(rank) / "stderr.log"
         log.parent.mkdir(parents=True)
-        log.write_text(said)
+        log.write_text(f"out of memory in passing\n{end}\na warning at exit")
+        if isinstance(end, Raised):
+            log.with_name("error.json").write_text(json.dumps({"message": {"message": f"{end.error}\nof two lines"}}))
     (folder / "launcher.log").write_text(LAUNCHER.format(exitcode))
     return folder
-
-
-def traceback(error):
-    return f'Traceback (most recent call last):\n  File "x.py", line 7, in f\n    g()\n{error}\na warning at exit'
 
 
 @pytest.mark.parametrize("error, because", [
@@ -103,23 +108,22 @@ def traceback(error):
      "it waited too long for rank 1"),
 ])
 def test_the_rank_to_blame_is_shown_rather_than_the_one_that_heard_of_it(tmp_path, error, because):
-    failed_job(tmp_path, traceback(f"mobius_ds.runtime.ranks.errors.{error}"), "ValueError: bad data, in line 7")
-    said = job.failure_of(tmp_path)
+    failed_job(tmp_path, Raised(error), "ValueError: bad data, in line 7")
+    said = job_failure.failure_of(tmp_path)
     assert "rank 0 ended first" in said and error in said
     assert because in said.lower() and "bad data, in line 7" in said
 
 
 @pytest.mark.parametrize("words, exitcode, expected", [
-    ([traceback("[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB")], 1,
+    ([Raised("OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB")], 1,
      ("OOM", "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB")),
-    ([traceback("RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried")], 1,
+    ([Raised("RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried")], 1,
      ("OOM", "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried")),
-    ([traceback("RuntimeError: connection closed by peer"),
-      "an out of memory in passing\n" + traceback("mobius_ds.runtime.ranks.errors.DeviceOutOfMemory: rank 1: needs 3 GiB")], 1,
+    ([Raised("RuntimeError: connection closed by peer"), Raised("DeviceOutOfMemory: rank 1: needs 3 GiB")], 1,
      ("OOM", "DeviceOutOfMemory: rank 1: needs 3 GiB")),
-    ([traceback("a.b.PeerOutOfMemory: rank 1 is gone"), traceback("a.b.DeviceOutOfMemory: rank 1: needs 3 GiB")], 1,
+    ([Raised("PeerOutOfMemory: rank 1 is gone"), Raised("DeviceOutOfMemory: rank 1: needs 3 GiB")], 1,
      ("OOM", "DeviceOutOfMemory: rank 1: needs 3 GiB")),
-    ([traceback("AssertionError: ZeRO-2 and ZeRO-3 are incompatible"), "out of memory? no"], 1,
+    ([Raised("AssertionError: ZeRO-2 and ZeRO-3 are incompatible"), "out of memory? no"], 1,
      ("failed", "AssertionError: ZeRO-2 and ZeRO-3 are incompatible")),
     (["killed without a word"], -9,
      ("failed", "rank 0 was killed, as a system does with processes when its memory is used up")),
@@ -128,7 +132,7 @@ def test_the_rank_to_blame_is_shown_rather_than_the_one_that_heard_of_it(tmp_pat
     (["gone without a word"], 3, ("failed", "rank 0 ended with exitcode 3 (pid: 7)")),
 ])
 def test_the_reason_is_one_sentence(tmp_path, words, exitcode, expected):
-    assert job.reason_of(failed_job(tmp_path, *words, exitcode=exitcode)) == expected
+    assert job_failure.reason_of(failed_job(tmp_path, *words, exitcode=exitcode)) == expected
 
 
 def test_a_killed_rank_is_named(tmp_path, capsys):
@@ -280,8 +284,8 @@ def test_all_arms_end_to_end(tmp_path, capsys):
     assert max(differences[name] for name in ("mobius", "pipeline", "zero2")) <= 1e-5
 
     assert [arms[name]["sweeps"] for name in ("zero3", "mobius", "pipeline")] == [2, 2, 1]
-    report["sweep"] = {"over": "ranks", "points": [sweep.point(report["ranks"], arms, report["failed"])]}
-    by_formula = {name: times for name, (times, ) in sweep.closed_forms(report).items()}
+    report["sweep"] = {"over": "ranks", "points": [series.point(report["ranks"], arms, report["failed"])]}
+    by_formula = {name: times for name, (times, ) in series.closed_forms(report).items()}
     # The parameters that a backward pass ends with are still there when the next microbatch begins with them.
     assert arms["zero3"]["traffic"]["delivered_over_model_size"] == pytest.approx(by_formula["zero3"], rel=0.08)
     assert arms["mobius"]["traffic"]["per_step_bytes"] == arms["mobius"]["predicted_traffic"]

@@ -4,8 +4,9 @@ import statistics
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from mobius_ds.reporting.comparison.arms import MOBIUS, ZERO3
-from mobius_ds.reporting.comparison.report import (HOST_WORK, Report, counted, median_step_seconds, not_a_number,
-                                                   records_itself, timed, times_are_of_a_cpu)
+from mobius_ds.reporting.comparison.report import (HOST_WORK, Report, counted, median_step_seconds, records_itself,
+                                                   timed, times_are_of_a_cpu)
+from mobius_ds.reporting.comparison.verdict import not_a_number
 
 MB = 1e6
 

@@ -11,7 +11,7 @@ _SECTIONS = (("zero_optimization", ), ("zero_optimization", "offload_optimizer")
              ("optimizer", ), ("optimizer", "params"))
 
 
-class Batch(NamedTuple):
+class BatchSizes(NamedTuple):
     """What one rank trains on in a step."""
 
     micro_batch: Optional[int]
@@ -54,7 +54,7 @@ def _without(value: Optional[str], section: Mapping[str, Any]) -> Dict[str, Any]
             for key, part in section.items() if part is not value and part != value}
 
 
-def batch_of(config: Mapping[str, Any], ranks: int) -> Batch:
+def batch_of(config: Mapping[str, Any], ranks: int) -> BatchSizes:
     """What a config says of a step: any two of DeepSpeed's three numbers give the third, "auto" is none of them.
 
     Args:
@@ -73,4 +73,4 @@ def batch_of(config: Mapping[str, Any], ranks: int) -> Batch:
         accumulation = max(1, batch // (micro_batch * ranks))
     if batch and not micro_batch:
         micro_batch = max(1, batch // (ranks * (accumulation or 1)))
-    return Batch(micro_batch, accumulation or 1)
+    return BatchSizes(micro_batch, accumulation or 1)

@@ -1,4 +1,4 @@
-"""One arm of a comparison as a job of its own: started, followed, stopped, and its failure explained.
+"""One arm of a comparison as a job of its own: started, followed and stopped.
 
 A job runs under ``torch.distributed.run``; only the config, the environment and an option of the script tell it from the
 other arms'. The script receives ``--deepspeed_config PATH`` (DeepSpeed's own convention) and ``--steps N``, then
@@ -8,42 +8,30 @@ other arms'. The script receives ``--deepspeed_config PATH`` (DeepSpeed's own co
 import contextlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 import sysconfig
-import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Protocol, Sequence
 
 import psutil
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from mobius_ds.emulation.server import EmulatedServer, remove_shared_files
-from mobius_ds.names import DEVICE_MEMORY_VARIABLE, FLAG_VARIABLE, RECORD_VARIABLE, TRACE_FILE
-from mobius_ds.observation.records import Record, read_progress, read_records
+from mobius_ds.inputs.topology import Topology
+from mobius_ds.names import FLAG_VARIABLE, RECORD_VARIABLE, TRACE_FILE
+from mobius_ds.observation.records import Record, Told, read_progress, read_records, remove_shared_files, tell
 from mobius_ds.reporting.comparison.arms import MOBIUS, Arm, CompareError, Failure, device_memory, with_mobius
+from mobius_ds.reporting.comparison.job_failure import LAUNCHER_LOG, RANK_LOGS, failure_of, reason_of
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 
-_CONFIG, _LAUNCHER_LOG, _RANK_LOGS = "ds_config.json", "launcher.log", "logs"  # in the job's folder
-_LAST_LINES = 40
+_CONFIG = "ds_config.json"  # in the job's folder
 _POLL_SECONDS = 0.2
 _GRACE_SECONDS = 5.0
-
-_OUT_OF_MEMORY = re.compile(r"OutOfMemory|out of memory|[Cc]an(?:'t|not) allocate memory")
-_HEARSAY = "PeerOutOfMemory:"
-_WRONG_ARGUMENT = re.compile(r"\S+\.py: error: ")
-# What a rank says that ended because of another one.
-_BLAMES = {
-    "lost": re.compile(r"Peer(?:Lost|OutOfMemory): rank (\d+) is gone"),
-    "waited too long for": re.compile(r"PeerTimeout: .*; rank (\d+) (?:does not answer|is alive|waits for)"),
-}
-_SENTENCE = 300  # characters
 
 
 class JobFailed(CompareError):
@@ -52,6 +40,18 @@ class JobFailed(CompareError):
     def __init__(self, message: str, failure: Failure):
         super().__init__(message)
         self.failure = failure
+
+
+class Server(Protocol):
+    """A server that is not there, whose links the ranks' bytes cross. Emulation is not imported unless it is asked for."""
+
+    topology: Topology
+
+    def to_json(self) -> Dict[str, Any]:
+        """What the ranks' recorders are told of it."""
+
+    def to_report(self) -> Dict[str, Any]:
+        """The report's ``emulated``."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Jobs:
     ranks: int
     folder: Path
     """Each arm writes into a folder of its name in here."""
-    server: Optional[EmulatedServer] = None
+    server: Optional[Server] = None
     """Whose links are emulated."""
 
 
@@ -78,8 +78,9 @@ def run(arm: Arm, jobs: Jobs, console: Console) -> List[Record]:
     folder.mkdir(parents=True)
     config = with_mobius(arm.config, trace=str(folder / TRACE_FILE)) if arm.name == MOBIUS else arm.config
     (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    tell(folder, Told(device_memory(arm.config), jobs.server.to_json() if jobs.server else None))
 
-    with (folder / _LAUNCHER_LOG).open("w") as log:
+    with (folder / LAUNCHER_LOG).open("w") as log:
         # Its own session, so that ctrl-C reaches this process alone, which then stops the ranks in order.
         job = subprocess.Popen(_command(arm, jobs, folder), env=_environment(arm, jobs, folder),
                                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
@@ -112,7 +113,7 @@ def _command(arm: Arm, jobs: Jobs, folder: Path) -> List[str]:
         # The launcher binds a port and tells the ranks: one chosen here could be another's by then. Told the address, it
         # needs no name of this machine that can be resolved.
         "--standalone", "--local-addr", "127.0.0.1",
-        "--redirects", "3", "--log-dir", str(folder / _RANK_LOGS),
+        "--redirects", "3", "--log-dir", str(folder / RANK_LOGS),
         "--module", "mobius_ds.plugin.launcher", str(jobs.script.resolve()),
         "--deepspeed_config", str(folder / _CONFIG), "--steps", str(arm.steps), *arm.options, *jobs.script_args,
     ]  # yapf: disable
@@ -122,7 +123,6 @@ def _environment(arm: Arm, jobs: Jobs, folder: Path) -> Dict[str, str]:
     paths = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
     if str(CHECKOUT) != sysconfig.get_path("purelib"):  # an installed package is found anyway
         paths.insert(0, str(CHECKOUT))
-    limit = device_memory(arm.config)
     return {
         # Ranks share the cores: more threads than cores would slow all arms down.
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs.ranks)),
@@ -130,8 +130,6 @@ def _environment(arm: Arm, jobs: Jobs, folder: Path) -> Dict[str, str]:
         "PYTHONPATH": os.pathsep.join(paths),
         FLAG_VARIABLE: arm.flag,
         RECORD_VARIABLE: str(folder),
-        **({} if limit is None else {DEVICE_MEMORY_VARIABLE: str(limit)}),
-        **(jobs.server.environment() if jobs.server else {}),
     }
 
 
@@ -156,78 +154,6 @@ def _check_steps(records: Sequence[Record], arm: Arm) -> None:
             why = (f"took {taken} steps instead of {arm.steps} on rank {record['rank']}; the script has to take as many "
                    "optimizer steps as --steps says")
             raise JobFailed(f"the {arm.name} arm {why}", Failure("failed", why))
-
-
-def failure_of(folder: Path) -> str:
-    """What made a job fail: the rank that failed first, how it ended, and the last lines it wrote."""
-    cause = _root_cause(folder)
-    if cause is None:
-        return f"the launcher itself failed:\n{_last_lines(_launcher_log(folder))}"
-    rank, exitcode = cause
-    written = _written_by(rank, folder)
-    ended = f"rank {rank} ended first, with exitcode {exitcode}"
-    # The rank that fails is often slower to exit than the one that only heard of it.
-    for says, blames in _BLAMES.items():
-        blamed = blames.search(written)
-        if blamed and blamed[1] != rank and (reason := _written_by(blamed[1], folder)):
-            return (f"{ended}: {_last_error(written)}\n"
-                    f"It {says} rank {blamed[1]}, whose last lines are:\n{_last_lines(reason)}")
-    return f"{ended}:\n{_last_lines(written)}"
-
-
-def reason_of(folder: Path) -> Failure:
-    """Why a job failed, in a sentence: memory if it was that for any rank, else the error of the rank that failed first."""
-    cause = _root_cause(folder)
-    if cause is None:
-        return Failure("failed", "the launcher itself failed")
-    errors = {rank: error for rank in _ranks(folder) if (error := _last_error(_written_by(rank, folder)))}
-    used_up = [error for error in errors.values() if _OUT_OF_MEMORY.search(error)]
-    if used_up:
-        first_hand = [error for error in used_up if not error.startswith(_HEARSAY)]
-        return Failure("OOM", _sentence((first_hand or used_up)[0]))
-    rank, exitcode = cause
-    if exitcode.startswith("-9"):
-        return Failure("failed", f"rank {rank} was killed, as a system does with processes when its memory is used up")
-    return Failure("failed", _sentence(errors.get(rank, f"rank {rank} ended with exitcode {exitcode}")))
-
-
-def _launcher_log(folder: Path) -> str:
-    return (folder / _LAUNCHER_LOG).read_text(errors="replace")
-
-
-def _root_cause(folder: Path) -> Optional[Tuple[str, str]]:
-    """The rank that the launcher saw fail first, and its exitcode."""
-    cause = re.search(r"Root Cause.*?rank +: (\d+).*?exitcode +: (-?\d+[^\n]*)", _launcher_log(folder), re.DOTALL)
-    return cause and (cause[1], cause[2].strip())
-
-
-def _ranks(folder: Path) -> List[str]:
-    return sorted({path.name for path in folder.glob(f"{_RANK_LOGS}/*/attempt_0/*")}, key=int)
-
-
-def _written_by(rank: str, folder: Path) -> str:
-    # Ranks write at the same time; a log of their own keeps each one's last words together.
-    logs = sorted(folder.glob(f"{_RANK_LOGS}/*/attempt_0/{rank}/std*.log"), reverse=True)  # errors come last
-    return "".join(log.read_text(errors="replace") for log in logs)
-
-
-def _last_error(written: str) -> Optional[str]:
-    """The line that follows the last traceback: the error's class, without its module, and message. Else argparse's."""
-    lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in written.splitlines()]
-    tracebacks = [number for number, line in enumerate(lines) if line.startswith("Traceback")]
-    after = lines[tracebacks[-1] + 1:] if tracebacks else []
-    error = next((line for line in after if line and not line[0].isspace()), None)
-    if error is None:
-        return next(filter(_WRONG_ARGUMENT.match, lines), None)
-    return re.sub(r"^(?:\w+\.)+(?=\w+:)", "", error)
-
-
-def _sentence(error: str) -> str:
-    return textwrap.shorten(error, _SENTENCE, placeholder=" ...")
-
-
-def _last_lines(text: str) -> str:
-    return "\n".join(text.splitlines()[-_LAST_LINES:])
 
 
 def _stop_processes_recording_into(folder: Path) -> None:

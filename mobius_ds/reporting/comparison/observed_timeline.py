@@ -5,9 +5,8 @@ waits for transfers; DeepSpeed's own work on the host is in it, the optimizer's 
 when it could begin to its arrival.
 """
 
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple
 
-from mobius_ds.emulation.server import EmulatedServer
 from mobius_ds.observation.records import Record
 from mobius_ds.schedule.tasks import Stream
 from mobius_ds.simulation.exposure import Distribution, cumulative, link_name
@@ -18,18 +17,17 @@ _STREAM_OF = {"parameters_in": Stream.PREFETCH, "gradients_out": Stream.OFFLOAD,
 Interval = Tuple[float, float]
 
 
-def add_to_report(report: Dict[str, Any], records: Mapping[str, Sequence[Record]],
-                  server: Optional[EmulatedServer] = None) -> None:
+def add_to_report(report: Dict[str, Any], records: Mapping[str, Sequence[Record]], emulated: bool = False) -> None:
     """Adds the last step's timeline and figures of every arm that was observed on CPU.
 
     Args:
         report: of a comparison.
         records: by arm, of all its ranks.
-        server: the one that was emulated under them.
+        emulated: whether they crossed emulated links.
     """
     for arm, ranks in records.items():
         if all(rank.get("last_step") for rank in ranks):
-            report.setdefault("timelines", {})[arm] = timeline(ranks, emulated=server is not None)
+            report.setdefault("timelines", {})[arm] = timeline(ranks, emulated)
             report.setdefault("figures", {})[arm] = figures(ranks)
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mobius_ds.inputs.profile import BYTES_PER_PARAMETER
-from mobius_ds.reporting.comparison import sweep
+from mobius_ds.reporting.comparison import series
 from mobius_ds.reporting.comparison.arms import MOBIUS, ZERO3, explained
 from mobius_ds.reporting.comparison.report import Report, columns, findings, median_step_seconds, timed, title
 from mobius_ds.runtime.device.ledger import CATEGORIES
@@ -55,9 +55,9 @@ def rich_table(report: Report) -> Group:
     parts = [Text(title(report), style="bold"), Text(_machine_line(report)), *emulated, table]
     if report.get("sweep"):
         swept = _table(report["sweep"]["over"], _values(report))
-        for label, cells in sweep.table_rows(report):
+        for label, cells in series.table_rows(report):
             swept.add_row(label, *cells)
-        parts += [Text(timed("sweep", report), style="bold"), swept, *(Text(note) for note in sweep.notes(report))]
+        parts += [Text(timed("sweep", report), style="bold"), swept, *(Text(note) for note in series.notes(report))]
     return Group(*parts)
 
 
@@ -70,7 +70,7 @@ def _table(corner: str, heads: Sequence[str]) -> Table:
 
 
 def markdown(report: Report) -> str:
-    """The report as a page for a pull request, with the plots of ``plots.draw`` beside it. Folded, it fits on a screen."""
+    """The report as a page for a pull request, with the plots of ``png`` beside it. Folded, it fits on a screen."""
     lines = [f"# {title(report)}", ""]
     if report.get("answer"):
         lines += [f"**{report['answer']['headline']}**", "", *(f"- {reason}" for reason in report["answer"]["because"]), ""]
@@ -78,8 +78,8 @@ def markdown(report: Report) -> str:
     lines += _markdown_table("per step", columns(report), table_rows(report))
     lines += ["", *_folded("Plots", "![loss](loss.png)", "![bytes by category](bytes.png)", "![step time](step_time.png)")]
     if report.get("sweep"):
-        lines += [f"## {timed('Sweep', report)}", "", *(f"- {note}" for note in sweep.notes(report)), ""]
-        lines += _markdown_table(report["sweep"]["over"], _values(report), sweep.table_rows(report))
+        lines += [f"## {timed('Sweep', report)}", "", *(f"- {note}" for note in series.notes(report)), ""]
+        lines += _markdown_table(report["sweep"]["over"], _values(report), series.table_rows(report))
         lines += ["", *_folded("Plots of the sweep", "![traffic](sweep_traffic.png)", "![step time](sweep_time.png)")]
     lines += _folded("How each number is measured", measures(report))
     return "\n".join(lines)

@@ -9,7 +9,7 @@ from typing import Any, Dict, Mapping, Sequence
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from mobius_ds.reporting.comparison import sweep
+from mobius_ds.reporting.comparison import series
 from mobius_ds.reporting.comparison.report import HOST_WORK, Report, median_step_seconds, records_itself
 from mobius_ds.reporting.page.palette import BLUE, fill_of, line_of
 from mobius_ds.runtime.device.ledger import CATEGORIES
@@ -152,14 +152,14 @@ def growth(report: Report) -> go.Figure:
     values = [point["value"] for point in points]
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.08)
     for row, key in enumerate(("delivered_over_model_size", "step_seconds"), start=1):
-        for name in sweep.arms_of(report["sweep"]):
+        for name in series.arms_of(report["sweep"]):
             line = line_of(name)
             figure.add_scatter(name=name, legendgroup=name, showlegend=row == 1, row=row, col=1, mode="lines+markers",
                                x=values, y=[point["arms"].get(name, {}).get(key) for point in points],
                                line=dict(color=line.colour, dash=line.dash, width=3),
                                marker=dict(symbol=line.marker, size=10),
                                hovertemplate=f"{name}, {over} %{{x}}<br>%{{y:.3f}}<extra></extra>")
-    for name, multiples in sweep.closed_forms(report).items():
+    for name, multiples in series.closed_forms(report).items():
         figure.add_scatter(name=f"{name}, by formula", x=values, y=multiples, mode="lines", row=1, col=1,
                            line=dict(color=line_of(name).colour, width=1), hovertemplate=f"{name}: %{{y}}<extra></extra>")
     figure.update_xaxes(tickvals=values)

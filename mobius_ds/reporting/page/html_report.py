@@ -13,7 +13,7 @@ from markdown_it import MarkdownIt
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from mobius_ds.reporting.comparison import sweep
+from mobius_ds.reporting.comparison import series
 from mobius_ds.reporting.comparison.report import (HOST_WORK, Report, columns, findings, median_step_seconds,
                                                    records_itself, timed, times_are_of_a_cpu, title)
 from mobius_ds.reporting.comparison.tables import measures, table_rows
@@ -217,8 +217,8 @@ def _sweep(report: Report) -> Optional[Section]:
         return None
     over = report["sweep"]["over"].replace("_", " ")
     values = [str(point["value"]) for point in report["sweep"]["points"]]
-    table = Table(f"By {over}", (over, *values), [(label, *cells) for label, cells in sweep.table_rows(report)])
-    return Section("sweep", timed(f"Growth with {over}", report), text=sweep.notes(report), tables=[table],
+    table = Table(f"By {over}", (over, *values), [(label, *cells) for label, cells in series.table_rows(report)])
+    return Section("sweep", timed(f"Growth with {over}", report), text=series.notes(report), tables=[table],
                    charts=[Chart(charts.growth(report), f"Traffic and step time by {over}; the table below says the same")])
 
 

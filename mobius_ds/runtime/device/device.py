@@ -16,9 +16,9 @@ from typing import Any, Callable, Dict, Iterable, Optional
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from mobius_ds.emulation.wires import HostLink
 from mobius_ds.inputs.units import readable
 from mobius_ds.runtime.device.ledger import Ledger
+from mobius_ds.runtime.device.link import HostLink
 from mobius_ds.runtime.device.pinning import Pinning
 from mobius_ds.runtime.ranks.errors import DeviceOutOfMemory, PeerLost
 from mobius_ds.schedule.tasks import Stream
@@ -165,12 +165,13 @@ class Device:
         """Copies a device tensor to a host tensor of the same shape and dtype."""
         self._move(tensor, into, category, self.link and self.link.to_dram)
 
-    def _move(self, source: torch.Tensor, into: torch.Tensor, category: str, crossing: Optional[Callable]) -> None:
+    def _move(self, source: torch.Tensor, into: torch.Tensor, category: str,
+              cross: Optional[Callable[[int, float], None]]) -> None:
         begun = time.perf_counter()
         self.copy(source, into)
         nbytes = into.numel() * into.dtype.itemsize
-        if crossing is not None:
-            self.link.wires.carry(crossing(nbytes), begun)  # the copy itself is part of the way
+        if cross is not None:
+            cross(nbytes, begun)  # the copy itself is part of the way
         self.ledger.add(category, nbytes)
 
     def copy(self, source: torch.Tensor, into: torch.Tensor) -> None:

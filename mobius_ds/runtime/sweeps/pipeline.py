@@ -477,7 +477,7 @@ class Pipeline:
         plan, topology = chosen.plan, chosen.request and chosen.request.topology
         layers = [self._reference.calls[start].unit for start in self._reference.layer_starts()]
         predicted, link = chosen.predicted(microbatches, self.slots), self.device.link
-        slowdown = link.wires.slowdown if link else None
+        slowdown = link.slowdown if link else None
         about = Description(plan.gpus, plan.layers_per_stage, plan.gpu_of_stage, layers, chosen.how,
                             topology and topology.root_of, slowdown)
         self.recorder.describe(about, predicted and predicted.step, topology.name if topology else "")

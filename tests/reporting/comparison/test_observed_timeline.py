@@ -5,8 +5,10 @@ import json
 import pytest
 
 from mobius_ds.emulation.server import EmulatedServer
+from mobius_ds.emulation.transfers import CALLS_REMEMBERED, CallTimes
 from mobius_ds.inputs.topology import preset
-from mobius_ds.observation.transfers import CALLS_REMEMBERED, Call, CallTimes, EmulatedTransfers
+from mobius_ds.observation.records import Told, tell, told_in
+from mobius_ds.observation.transfers import TransferCall
 from mobius_ds.reporting.comparison import observed_timeline
 from mobius_ds.reporting.comparison.observed_timeline import without
 from mobius_ds.simulation.costs import to_dram, to_gpu
@@ -34,7 +36,7 @@ def record(gpu, offset=0.0, crossing=to_and_from_dram):
 
 def test_a_step_of_all_ranks_and_where_its_time_goes():
     report = {}
-    observed_timeline.add_to_report(report, {"zero3": [record(0), record(1, 0.25)], "mobius": [{"last_step": None}]}, SERVER)
+    observed_timeline.add_to_report(report, {"zero3": [record(0), record(1, 0.25)], "mobius": [{"last_step": None}]}, emulated=True)
     assert list(report["timelines"]) == list(report["figures"]) == ["zero3"]
     timeline, figures = report["timelines"]["zero3"], report["figures"]["zero3"]
     assert (timeline["step"], timeline["seconds"], timeline["emulated"]) == (2, 5.0, True)
@@ -61,7 +63,7 @@ def test_bandwidths_are_those_of_links_that_bytes_crossed():
     observed_timeline.add_to_report(report, {"zero3": [not_emulated]})
     assert report["figures"]["zero3"]["bandwidth"] == {} and not report["timelines"]["zero3"]["emulated"]
     linked = record(0, crossing=lambda gpu, *ways: [[["peer", gpu], max(ways)]])
-    observed_timeline.add_to_report(report, {"zero3": [linked]}, SERVER)
+    observed_timeline.add_to_report(report, {"zero3": [linked]}, emulated=True)
     bandwidth = report["figures"]["zero3"]["bandwidth"]
     assert bandwidth["peer 0"] == [pytest.approx((800 / 1.5, 1.0))]
     assert bandwidth["in 0"] == [(800, 1.0)] and bandwidth["out 0"] == [(100, 1.0)]  # of the copies alone
@@ -80,21 +82,20 @@ def test_what_is_left_of_a_span(holes, left):
 
 
 def test_collectives_cross_the_gpus_own_connection_where_there_is_one_and_copies_never(tmp_path):
-    transfers = EmulatedTransfers(EmulatedServer(preset("a100-8-nvlink"), 1e-6), 3, tmp_path)
+    transfers = EmulatedServer(preset("a100-8-nvlink"), 1e-6).transfers_of(3, tmp_path)
     try:
         for group in (object(), None):
-            transfers._carry(Call("any", group, "parameters_in", 800, 100), 0.0)
+            transfers._carry(TransferCall("any", group, "parameters_in", 800, 100), 0.0)
     finally:
         transfers.close()
     crossed = [[link for link, _ in transfer.crossing] for transfer in transfers.notes.take()["transfers"]]
     assert crossed == [[("peer", 3)], [("in", 3), ("root in", 1), ("out", 3), ("root out", 1)]]
 
 
-def test_a_server_reaches_the_ranks_through_the_environment(monkeypatch):
+def test_a_server_reaches_the_ranks_through_their_folder(tmp_path):
     server = EmulatedServer(preset("3090ti-4-1+3"), 100.0)
-    for name, value in server.environment().items():
-        monkeypatch.setenv(name, value)
-    assert EmulatedServer.from_environment() == server
+    tell(tmp_path, Told(emulated=server.to_json()))
+    assert EmulatedServer.from_json(told_in(tmp_path).emulated) == server
     assert "time on the emulated server runs 100 times slower" in server.to_report()["says"].lower()
     assert "not a measurement" in server.says
 

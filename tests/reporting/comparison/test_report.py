@@ -7,9 +7,10 @@ import pytest
 from rich.console import Console
 
 from mobius_ds.reporting.comparison.arms import Failure
-from mobius_ds.reporting.comparison.report import build_report, findings, median_step_seconds
+from mobius_ds.reporting.comparison.building import build_report
+from mobius_ds.reporting.comparison.report import findings, median_step_seconds
 from mobius_ds.reporting.comparison.tables import markdown, measures, rich_table, write_report
-from mobius_ds.reporting.page import plots
+from mobius_ds.reporting.page import png
 from mobius_ds.runtime.device.ledger import CATEGORIES
 
 MACHINE = {"cpu": "Test CPU", "cores": 2, "memory_bytes": 2**34, "torch": "2.13.0", "deepspeed": "0.19.8"}
@@ -135,7 +136,7 @@ def test_files_are_written_and_readable(records, tmp_path):
     assert json.loads((tmp_path / "report.json").read_text()) == report
     page = (tmp_path / "report.md").read_text()
     assert "Test CPU" in page and "| delivered / model size | 3.000 | 1.505 |" in page
-    for plot in plots.draw(report, tmp_path):
+    for plot in png.draw_comparison(report, tmp_path):
         assert plot.read_bytes().startswith(b"\x89PNG")
         assert plot.name in page
 
@@ -163,7 +164,7 @@ def test_arms_without_numbers_have_a_column_and_a_reason(records, tmp_path):
     assert "| step time, s | 0.450 | 0.450 | OOM | not run |" in page and "| 3.000 | 1.505 | - | - |" in page
     assert "pipeline: OOM: it needs 3 GiB" in page and "ddp: not run: the script cannot" in page
     assert findings(report)[0] == []
-    assert all(plot.stat().st_size for plot in plots.draw(report, tmp_path))
+    assert all(plot.stat().st_size for plot in png.draw_comparison(report, tmp_path))
 
 
 def test_losses_of_peers_may_differ_but_not_in_silence(records):

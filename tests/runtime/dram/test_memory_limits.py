@@ -15,7 +15,7 @@ from torch import nn
 
 from mobius_ds.inputs.units import GIB
 from mobius_ds.machine.host_memory import available_dram, binding_cap, caps, total_dram
-from mobius_ds.reporting.comparison.report import build_report
+from mobius_ds.reporting.comparison.building import build_report
 from mobius_ds.reporting.comparison.tables import table_rows
 from mobius_ds.runtime.device import pinning
 from mobius_ds.runtime.dram.memory_estimate import Dram, check_dram, state_tensors

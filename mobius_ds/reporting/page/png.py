@@ -1,19 +1,26 @@
-"""The plots of a comparison: loss, bytes by category, step time; and what grows in a sweep."""
+"""Pictures as PNG files: a comparison's loss, bytes by category, step time, and what grows; and a step, task by task.
+
+Drawn by Matplotlib although the page is Plotly's: those that go into ``report.md`` have to be files that a pull request
+shows, and Plotly needs a browser to write one.
+"""
 
 from pathlib import Path
-from typing import List
+from typing import Dict, List, Tuple
 
 import matplotlib
 
 matplotlib.use("Agg")  # files only: no display is needed
 
 from matplotlib import pyplot as plt  # noqa: E402  (after the backend is chosen)
+from matplotlib.patches import Patch  # noqa: E402
 from matplotlib.ticker import MaxNLocator  # noqa: E402
 
-from mobius_ds.reporting.comparison import sweep  # noqa: E402
+from mobius_ds.reporting.comparison import series  # noqa: E402
 from mobius_ds.reporting.comparison.report import Report, median_step_seconds, timed  # noqa: E402
 from mobius_ds.reporting.page.palette import fill_of, line_of  # noqa: E402
 from mobius_ds.runtime.device.ledger import CATEGORIES  # noqa: E402
+from mobius_ds.schedule.tasks import Stream  # noqa: E402
+from mobius_ds.simulation.steps import Step  # noqa: E402
 
 _SIZE = (8.0, 4.0)  # inches
 _ROTATED_FROM = 5  # arms whose names would overlap
@@ -24,7 +31,7 @@ _MARKERS = {"circle": "o", "square": "s", "diamond": "D", "cross": "P", "x": "X"
             "star": "*"}
 
 
-def draw(report: Report, folder: Path) -> List[Path]:
+def draw_comparison(report: Report, folder: Path) -> List[Path]:
     """Writes the plots into ``folder`` and returns their paths.
 
     ``loss.png``, ``bytes.png`` and ``step_time.png``; with a sweep also ``sweep_traffic.png`` and ``sweep_time.png``.
@@ -38,6 +45,34 @@ def draw(report: Report, folder: Path) -> List[Path]:
         figure.savefig(folder / name, dpi=150)
         plt.close(figure)
     return [folder / name for name in plots]
+
+
+def draw_step(step: Step, path: Path, title: str) -> None:
+    """Draws the step: a row per GPU and stream that has tasks, time to the right."""
+    rows = sorted({(played.task.gpu, list(Stream).index(played.task.stream))
+                   for part in step.parts for played in part.timeline.played if played.seconds > 0})
+    height = {row: number for number, row in enumerate(rows)}
+    figure, axes = plt.subplots(figsize=(14, 1.5 + 0.28 * len(rows)), constrained_layout=True)
+    used = {}
+    for _, begin, timeline in step.parts:
+        bars: Dict[Tuple[int, str], List[Tuple[float, float]]] = {}
+        for played in timeline.played:
+            if played.seconds > 0:
+                row = height[played.task.gpu, list(Stream).index(played.task.stream)]
+                what = played.task.category or played.task.key.kind.name.lower()
+                used[what] = fill_of(what).colour
+                bars.setdefault((row, what), []).append((begin + played.start, played.seconds))
+        for (row, what), spans in bars.items():
+            axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=used[what], edgecolor="white", linewidth=0.2)
+        axes.axvline(begin + timeline.makespan, color="black", linewidth=0.5)
+    axes.set_yticks(range(len(rows)), [f"GPU {gpu} {list(Stream)[stream].value}" for gpu, stream in rows], fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel("s")
+    axes.set_title(title)
+    figure.legend(handles=[Patch(color=colour, label=what) for what, colour in used.items()], fontsize=7, ncols=8,
+                  loc="outside lower center")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
 
 
 def _style(arm: str) -> dict:
@@ -94,7 +129,7 @@ def _sweep_traffic(axes, report: Report) -> None:
     values = [point["value"] for point in report["sweep"]["points"]]
     _grow(axes, report, "delivered_over_model_size", "{}, delivered")
     _grow(axes, report, "link_over_model_size", "{}, link", alpha=0.35, linewidth=3)
-    for name, figures in sweep.closed_forms(report).items():
+    for name, figures in series.closed_forms(report).items():
         axes.plot(values, figures, label=f"{name}, by formula", color="black", linewidth=0.7,
                   linestyle=_DASHES[line_of(name).dash])
     axes.set(ylabel="bytes per step / model size", title="Traffic")
@@ -112,11 +147,11 @@ def _sweep_time(axes, report: Report) -> None:
 def _grow(axes, report: Report, key: str, label: str, **style) -> None:
     """A curve an arm over the swept values, with a gap where it failed."""
     points, over = report["sweep"]["points"], report["sweep"]["over"]
-    for name in sweep.arms_of(report["sweep"]):
+    for name in series.arms_of(report["sweep"]):
         figures = [point["arms"].get(name, {}).get(key, float("nan")) for point in points]
         axes.plot([point["value"] for point in points], figures, label=label.format(name), **{**_style(name), **style})
     axes.set_xticks([point["value"] for point in points])
-    axes.set_xlabel(f"{over.replace('_', ' ')}\n{sweep.GROWS[over]}", fontsize="small")
+    axes.set_xlabel(f"{over.replace('_', ' ')}\n{series.GROWS[over]}", fontsize="small")
 
 
 def _legend_beside(axes) -> None:
