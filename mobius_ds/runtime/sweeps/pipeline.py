@@ -5,8 +5,7 @@ which tells everyone what the sweep is made of, and shows that every rank has fi
 that one left in DRAM can be freed.
 """
 
-from types import MappingProxyType
-from typing import Any, Callable, Dict, FrozenSet, Hashable, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, FrozenSet, List, Optional, Sequence, Tuple
 
 import torch
 from deepspeed.utils import logger
@@ -26,46 +25,29 @@ from mobius_ds.model.wrappers import forward_of
 from mobius_ds.profiling.traced_model import TracedModel
 from mobius_ds.runtime.device.device import Device
 from mobius_ds.runtime.device.ledger import Bytes, Ledger, no_bytes
-from mobius_ds.runtime.device.random import mixed
 from mobius_ds.runtime.dram.adoption import adopt
 from mobius_ds.runtime.dram.memory_estimate import Dram, OptimizerMemory, activation_bytes, check_dram, training_parts
-from mobius_ds.runtime.dram.shared_memory import SEGMENT_BYTES, ActivationStore, Placed
+from mobius_ds.runtime.dram.shared_memory import SEGMENT_BYTES, ActivationStore
 from mobius_ds.runtime.dram.store import ParameterStore
 from mobius_ds.runtime.ranks.errors import OutOfMemory, OutOfStep
 from mobius_ds.runtime.ranks.mailbox import Mailbox
 from mobius_ds.runtime.record.trace import Description, DeviceClock, HostClock, Recorder
 from mobius_ds.runtime.record.trace_file import open_trace
+from mobius_ds.runtime.sweeps.announcement import Announcement, Announcer, Batch
+from mobius_ds.runtime.sweeps.buffers import Buffers
 from mobius_ds.runtime.sweeps.executor import Executor
-from mobius_ds.runtime.sweeps.results import Outputs
 from mobius_ds.runtime.sweeps.job_plan import Chosen, Job, gpu_needs, plan_job
-from mobius_ds.runtime.sweeps.signatures import Inputs, Signatures
-from mobius_ds.runtime.sweeps.sweep import (Microbatch, Sweep, TensorSlot, giving_stages, sharing_stages,
-                                            stage_parameters, volumes)
-from mobius_ds.schedule.mobius import Volumes, backward_schedule, forward_schedule, outputs_schedule
+from mobius_ds.runtime.sweeps.kept import Kept
+from mobius_ds.runtime.sweeps.lifetimes import Lifetimes
+from mobius_ds.runtime.sweeps.results import Outputs
+from mobius_ds.runtime.sweeps.sweep import Microbatch, Sweep, stage_parameters
+from mobius_ds.runtime.sweeps.sweep_schedules import SweepSchedules
+from mobius_ds.schedule.mobius import Volumes
 from mobius_ds.schedule.plan import Plan
-from mobius_ds.schedule.proof import check_schedule
-from mobius_ds.schedule.tasks import DEPTH, Kind, Schedule
+from mobius_ds.schedule.tasks import DEPTH, Kind
 
-Batch = Tuple[tuple, dict]
-"""The arguments of one forward."""
-
-
-_KEPT = 32
-"""Of what sweeps that are alike have in common: schedules, up to some megabytes each, and what they are made from."""
 _STAGING = "gradients on their way"
 _SLOTS = "slots, the device being the CPU"
-
-
-class Announcement(NamedTuple):
-    """What a rank tells the others of one of its microbatches."""
-
-    signature: str
-    program: Optional[Program]
-    """Only the first time this rank meets the signature."""
-    leaves: Tuple[Any, ...]
-    structure: Any
-    input_bytes: int
-    seed: int
 
 
 class Pipeline:
@@ -107,23 +89,16 @@ class Pipeline:
         self._model = model
         self._forward = forward_of(model)
         self._entries: Dict[Callable, Entry] = {}
-        self._programs: Dict[str, Program] = {}
-        self._traced: set = set()
-        self._signatures = Signatures(self._trace)
+        self._announcer = Announcer(self.device.torch_device, self.seed, self._trace)
         self._reference: Optional[Program] = None
         self._owner: Dict[str, int] = {}
         self._updated_by: Dict[int, List[str]] = {}
         self._executor: Optional[Executor] = None
-        self._sweeps: Dict[int, Sweep] = {}
-        self._next_sweep = 0
-        self._released: List[int] = []
-        self._release_counts: Dict[int, int] = {}
-        self._garbage: List[Placed] = []
+        self._schedules: Optional[SweepSchedules] = None
+        self._lifetimes = Lifetimes(world_size, self.activations)
+        self._buffers = Buffers(model)
         self._contributed: FrozenSet[str] = frozenset()
-        self._buffer_versions = {name: buffer._version for name, buffer in model.named_buffers()}
-        self._predicted = no_bytes()
-        self._known_orders: Set[int] = set()
-        self._made: Dict[Hashable, Any] = {}
+        self._kept = Kept()
         self.keep_outputs = False
         self.slots = DEPTH
         """Stages whose weights a device holds at once; see the schedule."""
@@ -177,7 +152,7 @@ class Pipeline:
         tensors = [[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] for leaves, _ in flat]
         mode = Mode(self._model)
         with self.mailbox.told():
-            announced = [self._announce(entry, mode, batch, leaves, structure, seed)
+            announced = [self._announcer.announce(entry, mode, batch, leaves, structure, seed)
                          for batch, (leaves, structure), seed in zip(batches, flat, seeds)]
         modes, gathered = zip(*self._gather("forward", (mode.digest, announced)))
         if len(set(modes)) > 1:
@@ -188,31 +163,26 @@ class Pipeline:
         count = len(gathered[0])
         if any(len(gathered[home]) != count for home in givers):
             raise OutOfStep(f"the ranks gave {[len(a) for a in gathered]} microbatches to one forward; give equally many")
-        for announcement in (a for announcements in gathered for a in announcements if a.program is not None):
-            self._programs.setdefault(announcement.signature, announcement.program)
+        self._announcer.learn(gathered)
         # Microbatch i of the r-th of N givers is number i*N + r: the order in which N times as many would have them.
         ordered = [(home, gathered[home][i]) for i in range(count) for home in givers]
         if self.plan is None:
             self._make_plan(entry, batches, ordered)
         sweep = self._sweep(entry, mode, ordered)
-        moved, schedule = self._once(("forward", sweep.form), lambda: self._forward_schedule(sweep))
-        self._check_dram(sweep, moved)
-        self._count(schedule)
+        self._check_dram(sweep, self._schedules.volumes(sweep))
+        schedule = self._schedules.count(self._schedules.forward(sweep))
         return sweep, self._executor.forward(sweep, schedule, tensors)
 
     def outputs(self, sweep: Sweep) -> List[Outputs]:
         """Runs the last stage of a forward again, for the outputs that were left behind; from now on they are kept."""
-        if sweep.number in self._released:  # its backward is done, but nothing of it is freed before the next gather
-            self._released.remove(sweep.number)
-        elif sweep.number not in self._sweeps:
+        if not self._lifetimes.revive(sweep):
             raise RuntimeError("this forward's outputs were left behind and are gone by now. Read them before the "
                                "optimizer step once; from then on every forward keeps them.")
         self._gather("reading the outputs of a forward", sweep.number)
         self.keep_outputs = True
         for microbatch in sweep.microbatches:
             microbatch.returned = microbatch.program.returned(everything=True)
-        schedule = self._proved(outputs_schedule(self.plan, sweep.home, volumes(self.plan, sweep, self.store.layout)))
-        self._count(schedule)
+        schedule = self._schedules.count(self._schedules.outputs(sweep))
         with sweep.mode.restored():
             return self._executor.forward(sweep, schedule, [])
 
@@ -230,21 +200,18 @@ class Pipeline:
             raise OutOfStep("the ranks run the backward of different forwards: "
                             + ", ".join(f"rank {rank} of forward {number}" for rank, (number, _) in enumerate(gathered)))
         given = [leaves[i] for i in range(len(gathered[0][1])) for _, leaves in gathered if leaves]
-        does_update = update is not None
-        schedule = self._once(("backward", sweep.form, tuple(given), does_update),
-                              lambda: self._backward_schedule(sweep, given, does_update))
-        self._count(schedule)
+        schedule = self._schedules.count(self._schedules.backward(sweep, given, self._updated_by if update else {}))
         reached = self._contributed.union(*(self.store.layout.trained(sweep.stage_parameters[key.stage])
                                             for key in schedule.gpu_of() if key.kind is Kind.WEIGHT_GRADIENTS))
         with sweep.mode.restored():
-            self._garbage += self._executor.backward(
+            self._lifetimes.drop(self._executor.backward(
                 sweep, schedule, gradients, self._contributed,
-                lambda stage: update([name for name in self._updated_by[stage] if name in reached]))
+                lambda stage: update([name for name in self._updated_by[stage] if name in reached])))
         self._contributed = reached
 
     def release(self, sweep: Sweep) -> None:
         """Says that this rank needs nothing of a forward any more. It is freed once every rank has said so."""
-        self._released.append(sweep.number)
+        self._lifetimes.release(sweep)
 
     def step(self, call: str, content: Any) -> List[Any]:
         """Gathers one object from every rank, in rank order, between sweeps."""
@@ -253,23 +220,16 @@ class Pipeline:
     def finish_step(self) -> None:
         """Ends a step: when it returns, every rank has updated its parameters, and buffers are everywhere what the
         rank that ran their layer made of them."""
-        buffers = dict(self._model.named_buffers())
-        written = {name for program in self._programs.values() for name in program.written_buffers}
-        # Batch norm changes its statistics without a new version; the count beside them has one.
-        changed = {_holder(name) for name in written if buffers[name]._version != self._buffer_versions[name]}
-        mine = {name: buffers[name].cpu() for name in written if _holder(name) in changed}
+        programs = self._announcer.programs.values()
         ended = None if self.recorder is None else self.recorder.end_step()
-        everyones, noted = zip(*self._gather("engine.step", (mine, ended)))
+        everyones, noted = zip(*self._gather("engine.step", (self._buffers.changed(programs), ended)))
         if ended is not None:
             self.recorder.take(noted)
-        for rank, theirs in enumerate(everyones):
-            for name, buffer in theirs.items() if rank != self.rank else ():
-                buffers[name].copy_(buffer)
-        self._buffer_versions.update({name: buffers[name]._version for name in written})
+        self._buffers.take(self.rank, everyones, programs)
 
     def accept_buffers(self) -> None:
         """Takes the buffers for the same on every rank, as the script or a checkpoint has made them."""
-        self._buffer_versions = {name: buffer._version for name, buffer in self._model.named_buffers()}
+        self._buffers.accept()
 
     # Gradients and parameters, for the optimizer.
 
@@ -295,8 +255,7 @@ class Pipeline:
 
     def take_predicted(self) -> Bytes:
         """The bytes of this rank's tasks in the schedules run since the last call."""
-        taken, self._predicted = self._predicted, no_bytes()
-        return taken
+        return self._schedules.take_predicted() if self._schedules else no_bytes()
 
     def host_bytes(self) -> int:
         """DRAM of this node's store and of this rank's activations."""
@@ -317,39 +276,9 @@ class Pipeline:
     def _gather(self, call: str, content: Any) -> List[Any]:
         # Being here tells the others that this rank reads nothing of an earlier sweep any more.
         self.device.finish_copies()
-        released = [self._released.pop() for _ in range(len(self._released))]  # a collected graph may add one meanwhile
-        gathered = self.mailbox.gather(call, (released, content))
-        for placed in self._garbage:
-            self.activations.free(placed)
-        self._garbage = []
-        for numbers, _ in gathered:
-            for number in numbers:
-                self._release_counts[number] = self._release_counts.get(number, 0) + 1
-                if self._release_counts[number] == self.world_size:
-                    del self._release_counts[number]
-                    for placed in self._sweeps.pop(number).placed_here:
-                        self.activations.free(placed)
-        return [content for _, content in gathered]
-
-    def _announce(self, entry: Entry, mode: Mode, batch: Batch, leaves: List[Any], structure: Any,
-                  seed: Tuple[int, int]) -> Announcement:
-        if torch.is_grad_enabled() and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
-            raise ValueError("an input of the model requires a gradient, which Mobius would not hand back. Detach it, or "
-                             "make what computes it part of the model.")
-        circumstances = (mode.digest, torch.is_grad_enabled(), torch.is_autocast_enabled(self.device.torch_device.type),
-                         torch.get_autocast_dtype(self.device.torch_device.type), entry.name)
-        signature = self._signatures.of(entry, Inputs(leaves, structure, circumstances))
-        program = None
-        if signature not in self._traced:
-            self._traced.add(signature)
-            program = self._programs.get(signature) or self._trace(entry, *batch)
-        count = 0
-        shipped = []
-        for leaf in leaves:
-            shipped.append(TensorSlot(count) if isinstance(leaf, torch.Tensor) else leaf)
-            count += isinstance(leaf, torch.Tensor)
-        nbytes = sum(leaf.numel() * leaf.dtype.itemsize for leaf in leaves if isinstance(leaf, torch.Tensor))
-        return Announcement(signature, program, tuple(shipped), structure, nbytes, mixed(self.seed, *seed))
+        released, contents = zip(*self.mailbox.gather(call, (self._lifetimes.take_released(), content)))
+        self._lifetimes.gathered(released)
+        return list(contents)
 
     def _trace(self, entry: Entry, args: tuple, kwargs: dict) -> Program:
         with own_random_numbers(self.device.torch_device):
@@ -360,38 +289,17 @@ class Pipeline:
         form = everything, tuple((home, announcement.signature) for home, announcement in ordered)
         microbatches = []
         for home, announcement in ordered:
-            program = self._programs[announcement.signature]
-            its_spans = self._once(("spans", announcement.signature),
-                                   lambda: spans(self._reference, self.plan.first_layers(), program))
+            program = self._announcer.programs[announcement.signature]
+            its_spans = self._kept.once(("spans", announcement.signature),
+                                        lambda: spans(self._reference, self.plan.first_layers(), program))
             microbatches.append(Microbatch(
                 home, announcement.leaves, announcement.structure, announcement.input_bytes, announcement.seed, program,
                 its_spans, program.returned(everything)))
-        names = self._once(("parameters", form),
-                           lambda: stage_parameters(self.plan, microbatches, self.units.parameters))
-        sweep = Sweep(self._next_sweep, form, entry, mode, Parts(self._model), microbatches, names)
-        self._sweeps[sweep.number] = sweep
-        self._next_sweep += 1
+        names = self._kept.once(("parameters", form),
+                                lambda: stage_parameters(self.plan, microbatches, self.units.parameters))
+        sweep = Sweep(self._lifetimes.next_number(), form, entry, mode, Parts(self._model), microbatches, names)
+        self._lifetimes.begin(sweep)
         return sweep
-
-    def _once(self, what: Hashable, make: Callable[[], Any]) -> Any:
-        """What ``make`` returns, made once for sweeps that are alike; what was not asked for longest is forgotten."""
-        made = self._made.pop(what) if what in self._made else make()
-        while len(self._made) >= _KEPT:
-            del self._made[next(iter(self._made))]
-        self._made[what] = made  # the last of the dictionary is the one that was asked for last
-        return made
-
-    def _forward_schedule(self, sweep: Sweep) -> Tuple[Volumes, Schedule]:
-        moved = volumes(self.plan, sweep, self.store.layout)
-        return moved, self._proved(forward_schedule(self.plan, sweep.home, moved, self.slots))
-
-    def _backward_schedule(self, sweep: Sweep, given: Sequence[FrozenSet[int]], does_update: bool) -> Schedule:
-        layout = self.store.layout
-        shared = sharing_stages(self.plan, sweep, layout)
-        updates = giving_stages(self._updated_by, sweep) if does_update else {}
-        moved = volumes(self.plan, sweep, layout, given)
-        schedule = backward_schedule(self.plan, sweep.home, moved, shared, updates, self.slots)
-        return self._proved(schedule, shared, updates)
 
     def _check_dram(self, sweep: Sweep, moved: Volumes) -> None:
         """Refuses a forward, on all ranks alike, whose activations DRAM does not hold: asked when there are more of them
@@ -417,26 +325,11 @@ class Pipeline:
             raise
         self._largest_sweep = activations
 
-    def _proved(self, schedule: Schedule, shared: Mapping[int, Sequence[int]] = MappingProxyType({}),
-                updates: Mapping[int, Sequence[int]] = MappingProxyType({})) -> Schedule:
-        """A schedule that is proved right, the first time its order is met."""
-        order = hash(tuple((task.key, task.gpu, task.after) for task in schedule.tasks))
-        if order not in self._known_orders:
-            with self.mailbox.told():
-                check_schedule(schedule, self.plan, shared, updates)
-            self._known_orders.add(order)
-        return schedule
-
-    def _count(self, schedule: Schedule) -> None:
-        """Counts a schedule's bytes as predicted."""
-        for category, nbytes in schedule.bytes_by_category(self.rank).items():
-            self._predicted[category] += nbytes
-
     # The plan.
 
     def _make_plan(self, entry: Entry, batches: Sequence[Batch], ordered: Sequence[Tuple[int, Announcement]]) -> None:
         """Takes the first rank's plan for the first forward's program."""
-        self._reference = self._programs[ordered[0][1].signature]
+        self._reference = self._announcer.programs[ordered[0][1].signature]
         job = Job(self._reference, self.units, self.store.layout, self.config, self.world_size, self.device.budget,
                   sum(announcement.input_bytes for _, announcement in ordered), len(ordered),
                   lambda: TracedModel(entry, self.units, self._reference, *batches[0], self.device.torch_device),
@@ -462,6 +355,7 @@ class Pipeline:
                     self._owner[name] = plan.gpu_of_stage[stage]
                     self._updated_by.setdefault(stage, []).append(name)
         self._executor = self._make_executor(plan)
+        self._schedules = SweepSchedules(plan, self.store.layout, self.rank, self.mailbox, self.slots)
         if self.rank == 0:
             logger.info(f"Mobius: {how}")
             if self.recorder is not None and self.recorder.writes:
@@ -481,10 +375,6 @@ class Pipeline:
         about = Description(plan.gpus, plan.layers_per_stage, plan.gpu_of_stage, layers, chosen.how,
                             topology and topology.root_of, slowdown)
         self.recorder.describe(about, predicted and predicted.step, topology.name if topology else "")
-
-
-def _holder(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 def _budget(config: MobiusConfig, device: torch.device) -> Optional[int]:

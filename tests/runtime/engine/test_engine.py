@@ -41,7 +41,7 @@ def settle(engine: Any) -> int:
     """How many forwards the pipeline still keeps when nothing of the script refers to them."""
     gc.collect()
     engine.pipeline.step("settle", None)
-    return len(engine.pipeline._sweeps)
+    return len(engine.pipeline._lifetimes._sweeps)
 
 
 def same(ours: Dict[str, torch.Tensor], theirs: Dict[str, torch.Tensor], scale: float = 1.0) -> bool:

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-import mobius_ds.runtime.sweeps.pipeline as pipeline_module
+import mobius_ds.runtime.sweeps.sweep_schedules as schedules_module
 from mobius_ds.runtime.device.device import Device
 from mobius_ds.runtime.dram.store import ParameterStore
+from mobius_ds.runtime.sweeps.pipeline import Pipeline
 from mobius_ds.schedule.tasks import Kind
 from tests.features import survives
 from tests.ranks import outcomes_of_ranks, run_ranks
@@ -130,7 +131,7 @@ NEEDED_ON_ONE_RANK: Dict[str, Wait] = {
 def without(wait: Wait) -> Iterator[None]:
     """Takes one kind of wait out of every schedule. Whether anyone checks the schedule is the caller's business."""
     waiting, awaited = wait
-    builders = {name: getattr(pipeline_module, name) for name in ("forward_schedule", "backward_schedule")}
+    builders = {name: getattr(schedules_module, name) for name in ("forward_schedule", "backward_schedule")}
 
     def stripped(build: Callable) -> Callable:
         def schedule(*args: Any, **kwargs: Any) -> Any:
@@ -141,23 +142,23 @@ def without(wait: Wait) -> Iterator[None]:
         return schedule
 
     for name, build in builders.items():
-        setattr(pipeline_module, name, stripped(build))
+        setattr(schedules_module, name, stripped(build))
     try:
         yield
     finally:
         for name, build in builders.items():
-            setattr(pipeline_module, name, build)
+            setattr(schedules_module, name, build)
 
 
 @contextmanager
 def unchecked() -> Iterator[None]:
     """Runs schedules that the checker would refuse."""
-    check = pipeline_module.check_schedule
-    pipeline_module.check_schedule = lambda *_: None
+    check = schedules_module.check_schedule
+    schedules_module.check_schedule = lambda *_: None
     try:
         yield
     finally:
-        pipeline_module.check_schedule = check
+        schedules_module.check_schedule = check
 
 
 def seeds_until_noticed(waits: Dict[str, Wait]) -> Dict[str, Optional[int]]:
@@ -237,21 +238,21 @@ def test_each_of_several_tasks_that_wait_for_one_of_another_rank_hears_of_it():
 @contextmanager
 def sweeps_cannot_touch_the_modules_weights() -> Iterator[None]:
     """The module's parameters are unreadable during every forward and backward sweep."""
-    methods = {name: getattr(pipeline_module.Pipeline, name) for name in ("forward", "backward", "outputs")}
+    methods = {name: getattr(Pipeline, name) for name in ("forward", "backward", "outputs")}
 
     def guarded(method: Callable) -> Callable:
-        def run(pipeline: pipeline_module.Pipeline, *args: Any) -> Any:
+        def run(pipeline: Pipeline, *args: Any) -> Any:
             with pipeline.store.unreadable_weights():
                 return method(pipeline, *args)
         return run
 
     for name, method in methods.items():
-        setattr(pipeline_module.Pipeline, name, guarded(method))
+        setattr(Pipeline, name, guarded(method))
     try:
         yield
     finally:
         for name, method in methods.items():
-            setattr(pipeline_module.Pipeline, name, method)
+            setattr(Pipeline, name, method)
 
 
 def train_with_unreadable_weights() -> bool:

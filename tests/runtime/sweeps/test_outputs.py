@@ -87,7 +87,7 @@ def through_one_training(make: Any) -> Dict[str, Any]:
     del output, raw, as_tuple, logits
     gc.collect()
     engine.pipeline.step("settle", None)
-    right["nothing kept"] = not engine.pipeline._sweeps
+    right["nothing kept"] = not engine.pipeline._lifetimes._sweeps
     engine.destroy()
     return right
 

@@ -106,7 +106,7 @@ def counted(as_tensor: bool) -> Dict[str, Any]:
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    traced = len(engine.pipeline._traced)
+    traced = len(engine.pipeline._announcer._traced)
     engine.destroy()
     return {"losses": losses, "traced": traced}
 
