@@ -24,11 +24,11 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: test chaos soak compare paper venv unlock clean
 
 test: venv unlock
-	$(VENV)/bin/python -m pytest -q -n 2 --dist loadfile $(ARGS)
+	$(VENV)/bin/python -m pytest -q -n 2 --dist worksteal $(ARGS)
 
 # Nightly: 200 seeds of random delays on every example model, and 2,000 steps with evaluation and checkpoints.
 chaos: venv unlock
-	$(VENV)/bin/python -m pytest -q -n 2 tests/runtime/test_chaos.py --seeds 200 $(ARGS)
+	$(VENV)/bin/python -m pytest -q -n 2 tests/runtime/test_chaos.py tests/runtime/test_delays.py --seeds 200 $(ARGS)
 
 soak: venv unlock
 	$(VENV)/bin/python -m pytest -q tests/runtime/test_soak.py --soak-steps 2000 $(ARGS)

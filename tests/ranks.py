@@ -112,6 +112,7 @@ def _rank_main(rank: int, world_size: int, port: int, env: Dict[str, str], resul
                args: tuple) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", **env)
+    os.environ.setdefault("LOCAL_SIZE", "1")  # or DeepSpeed starts numactl at every reduction, to count devices
     # Tests started in the background inherit an ignored interrupt; a script at a terminal does not.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     import torch
