@@ -20,7 +20,7 @@ from mobius_ds.planning.planner import from_json
 from mobius_ds.planning.topology import preset
 from mobius_ds.runtime import rehearsal_ranks
 
-MODEL = ("--model", "gpt-3b", "--seq", "512", "--micro-batch", "1", "--time-limit", "2")
+MODEL = ("--model", "gpt-3b", "--seq", "512", "--micro-batch", "1", "--time-limit", "20")
 RATIO = 1.3
 """How much longer than simulated the least disturbed of five rehearsals may take on a machine that is busy."""
 
