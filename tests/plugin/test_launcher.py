@@ -6,12 +6,14 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Tuple
 
 import pytest
+import torch
 
 from mobius_ds import cli
 from mobius_ds.plugin import launcher
-from tests.ranks import free_port
+from tests.ranks import free_port, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -71,16 +73,15 @@ def test_a_rank_runs_its_script_as_python_would(tmp_path, as_module, local_rank)
     assert done.stdout.split() == ["__main__", "True", str(tmp_path / "rank.py"), *local_rank, "--x"], done.stderr
 
 
-CHOICE = """
-from mobius_ds.plugin.launcher import let_accelerate_run_on_cpu
-from accelerate.state import DistributedType, PartialState
-
-if {gpu}:
-    PartialState._prepare_backend = lambda self, *_: ("nccl", DistributedType.MULTI_GPU)
-let_accelerate_run_on_cpu()
-let_accelerate_run_on_cpu()
-print(PartialState._prepare_backend(object.__new__(PartialState), {cpu}, False, None))
-"""
+def choice(gpu: bool, cpu: bool) -> Tuple[str, bool]:
+    """What Accelerate chooses, and whether the ranks are connected then."""
+    from accelerate.state import DistributedType, PartialState
+    if gpu:
+        PartialState._prepare_backend = lambda self, *_: ("nccl", DistributedType.MULTI_GPU)
+    launcher.let_accelerate_run_on_cpu()
+    launcher.let_accelerate_run_on_cpu()
+    chosen = PartialState._prepare_backend(object.__new__(PartialState), cpu, False, None)
+    return str(chosen), torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize("ranks, gpu, cpu, chosen", [
@@ -90,13 +91,8 @@ print(PartialState._prepare_backend(object.__new__(PartialState), {cpu}, False, 
     (2, True, False, "('nccl', <DistributedType.MULTI_GPU: 'MULTI_GPU'>)"),
 ])
 def test_accelerate_gets_gloo_where_there_is_no_gpu(ranks, gpu, cpu, chosen):
-    port = free_port()
-    started = [subprocess.Popen([sys.executable, "-c", CHOICE.format(gpu=gpu, cpu=cpu)], text=True, stdout=subprocess.PIPE,
-                                env={**os.environ, "PYTHONPATH": str(ROOT), "WORLD_SIZE": str(ranks), "RANK": str(rank),
-                                     "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
-               for rank in range(ranks)]
-    for process in started:
-        assert process.communicate(timeout=200)[0].splitlines()[-1] == chosen
+    for rank in run_ranks(ranks, choice, gpu, cpu, connected=False):
+        assert rank == (chosen, "gloo" in chosen)
 
 
 def test_a_checkout_is_importable_in_children(monkeypatch):
