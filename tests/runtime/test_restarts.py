@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import takewhile
 from pathlib import Path
 from typing import Dict, List
 
@@ -54,11 +55,13 @@ def assert_nothing_left(folder: Path) -> None:
 
 
 def ignored_by_us(output: str) -> List[str]:
-    """Exceptions that Python could only print, out of this package's code, the job's or what they define; interrupts also
-    reach the finalizers of libraries."""
-    told = re.findall(r"^(?:\[rank\d\]: ?)?Exception ignored in.*(?:\n.*(?:Traceback|  File|    |\w+(?:\.\w+)*(?:Error|Interrupt|Exit)).*)*",
-                      output, re.MULTILINE)
-    return [text for text in told if "mobius" in text or SCRIPT in text]
+    """What Python could only print of exceptions out of this package or the job: an interrupt may meet a library's finalizer
+    as well."""
+    told = []
+    for after in output.split("Exception ignored in")[1:]:
+        what, *lines = after.splitlines()
+        told.append("\n".join([what, *takewhile(lambda line: line.startswith(("Traceback", " ")), lines)]))
+    return [text for text in told if any(place in text for place in (str(ROOT / "mobius_ds"), SCRIPT))]
 
 
 def undisturbed(folder: Path) -> None:
@@ -107,6 +110,7 @@ def test_a_job_that_is_told_to_end_ends_and_leaves_nothing(name, launcher, endin
     assert job.returncode != 0, output
     assert_nothing_left(tmp_path)
     assert ignored_by_us(output) == [], output
+    assert "forcefully exiting" not in output, "a rank that did not end when it was told to"
     for rank in range(RANKS):  # of each rank, no more than one error
         assert len(re.findall(rf"^\[rank{rank}\]: Traceback", output, re.MULTILINE)) <= 1, output
 
