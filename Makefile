@@ -24,11 +24,12 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: test chaos soak compare paper venv unlock clean
 
 test: venv unlock
-	$(VENV)/bin/python -m pytest -q -n 2 --dist loadfile $(ARGS)
+	@echo "Tests: about 8 minutes on 2 cores; a dot is a test that passed."
+	@$(VENV)/bin/python -m pytest -q -n 2 --dist worksteal $(ARGS)
 
 # Nightly: 200 seeds of random delays on every example model, and 2,000 steps with evaluation and checkpoints.
 chaos: venv unlock
-	$(VENV)/bin/python -m pytest -q -n 2 tests/runtime/sweeps/test_chaos.py --seeds 200 $(ARGS)
+	$(VENV)/bin/python -m pytest -q -n 2 tests/runtime/sweeps/test_chaos.py tests/runtime/sweeps/test_delays.py --seeds 200 $(ARGS)
 
 soak: venv unlock
 	$(VENV)/bin/python -m pytest -q tests/runtime/engine/test_soak.py --soak-steps 2000 $(ARGS)
@@ -46,21 +47,26 @@ unlock: venv
 
 $(VENV)/packages.stamp: $(REQUIREMENTS) setup.py pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("mobius_ds needs Python 3.11 or newer: make PYTHON=...")'
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) -r requirements/build.txt
+	@echo "Making a virtual environment in $(VENV)."
+	@$(PYTHON) -m venv $(VENV)
+	@echo "Installing what the packages are built with."
+	@$(PIP) -r requirements/build.txt
 ifneq ($(ALLOW_CUDA),1)
-	$(PIP) --dry-run --no-deps --ignore-installed --report $(VENV)/torch.json $(TORCH)
-	$(VENV)/bin/python requirements/check_torch.py $(VENV)/torch.json
+	@$(PIP) --dry-run --no-deps --ignore-installed --report $(VENV)/torch.json $(TORCH)
+	@$(VENV)/bin/python requirements/check_torch.py $(VENV)/torch.json
 endif
-	$(PIP) $(TORCH)
-	$(PIP) --no-build-isolation -r requirements/lock.txt
-	$(PIP) --no-build-isolation --no-deps --editable .
+	@echo "Installing $(TORCH); its download is the largest, some hundred megabytes."
+	@$(PIP) $(TORCH)
+	@echo "Installing DeepSpeed and the other packages of requirements/lock.txt."
+	@$(PIP) --no-build-isolation -r requirements/lock.txt
+	@echo "Installing mobius_ds."
+	@$(PIP) --no-build-isolation --no-deps --editable .
 	@touch $@
 
 $(VENV)/operators.stamp: $(VENV)/packages.stamp
-	rm -rf $(TORCH_EXTENSIONS_DIR)
-	mkdir -p $(TORCH_EXTENSIONS_DIR)
-	$(VENV)/bin/python requirements/build_ops.py
+	@rm -rf $(TORCH_EXTENSIONS_DIR)
+	@mkdir -p $(TORCH_EXTENSIONS_DIR)
+	@$(VENV)/bin/python requirements/build_ops.py
 	@touch $@
 
 clean:

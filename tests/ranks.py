@@ -35,16 +35,17 @@ class Outcome(NamedTuple):
 
 
 def run_ranks(world_size: int, function: Callable, *args: Any, timeout: float = 120.0,
-              env: Optional[Dict[str, str]] = None) -> List[Any]:
+              env: Optional[Dict[str, str]] = None, connected: bool = True) -> List[Any]:
     """Calls ``function(*args)`` on every rank and returns the results in rank order.
 
     Args:
         function: importable by name; reads its rank from the environment like any training script.
+        connected: makes the process group beforehand.
 
     Raises:
         RanksFailed: a rank raised, died or was late.
     """
-    outcomes = outcomes_of_ranks(world_size, function, *args, timeout=timeout, env=env)
+    outcomes = outcomes_of_ranks(world_size, function, *args, timeout=timeout, env=env, connected=connected)
     if any(outcome.error or outcome.exit_code != 0 for outcome in outcomes):
         raise RanksFailed("\n".join(f"rank {rank}, exit code {outcome.exit_code}: {outcome.error or 'no error raised'}"
                                     for rank, outcome in enumerate(outcomes)))
@@ -52,13 +53,14 @@ def run_ranks(world_size: int, function: Callable, *args: Any, timeout: float = 
 
 
 def outcomes_of_ranks(world_size: int, function: Callable, *args: Any, timeout: float = 120.0,
-                      env: Optional[Dict[str, str]] = None) -> List[Outcome]:
+                      env: Optional[Dict[str, str]] = None, connected: bool = True) -> List[Outcome]:
     """Like ``run_ranks``, but returns how each rank ended, however it did."""
     port = free_port()
     readers, processes = [], []
     for rank in range(world_size):
         reader, writer = CONTEXT.Pipe(duplex=False)
-        process = CONTEXT.Process(target=_rank_main, args=(rank, world_size, port, env or {}, writer, function, args))
+        process = CONTEXT.Process(target=_rank_main, args=(rank, world_size, port, env or {}, connected, writer,
+                                                           function, args))
         process.start()
         writer.close()  # the rank's own is the only one now: if it dies, its end of the pipe closes
         readers.append(reader)
@@ -108,10 +110,11 @@ def free_port() -> int:
             return port
 
 
-def _rank_main(rank: int, world_size: int, port: int, env: Dict[str, str], results: Connection, function: Callable,
-               args: tuple) -> None:
+def _rank_main(rank: int, world_size: int, port: int, env: Dict[str, str], connected: bool, results: Connection,
+               function: Callable, args: tuple) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
                       MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", **env)
+    os.environ.setdefault("LOCAL_SIZE", "1")  # or DeepSpeed starts numactl at every reduction, to count devices
     # Tests started in the background inherit an ignored interrupt; a script at a terminal does not.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     import torch
@@ -121,7 +124,8 @@ def _rank_main(rank: int, world_size: int, port: int, env: Dict[str, str], resul
     from deepspeed.utils import logger
     logger.setLevel("WARNING")
     try:
-        deepspeed.init_distributed("gloo", verbose=False)
+        if connected:
+            deepspeed.init_distributed("gloo", verbose=False)
         results.send((pickle.dumps(function(*args)), None))
     except BaseException:
         results.send((None, traceback.format_exc()))

@@ -2,6 +2,9 @@
 
 from typing import Any, Dict
 
+import pytest
+from deepspeed.accelerator import get_accelerator
+
 from mobius_ds.names import CACHE_VARIABLE
 from tests.bad_input.cases import Case, check
 from tests.features import refused, survives
@@ -70,7 +73,6 @@ DEEPSPEED = [
     Case("unmanaged accumulation", {"managed_gradient_accumulation": False},
          "does not run \"managed_gradient_accumulation\""),
     # What DeepSpeed itself refuses stays its own message.
-    Case("fp16 on a CPU", {"fp16": {"enabled": True}}, "Type fp16 is not supported on your device"),
     Case("amp", {"amp": {"enabled": True}}, "Use DeepSpeed 'fp16', 'bf16', or 'torch_autocast' instead"),
     Case("sparse attention", {"sparse_attention": {"mode": "fixed"}}, "Sparse Attention has been removed"),
     Case("elasticity", {"elasticity": {"enabled": True}}, "Elastic training has been removed"),
@@ -117,13 +119,22 @@ def trained(sections: Dict[str, Any], section: Any = None, steps: int = 1) -> li
     return losses
 
 
+def in_fp16(mobius: bool) -> Any:
+    """The losses in fp16; or, as text, what is said where the device does not compute it, which DeepSpeed decides."""
+    try:
+        return trained({"fp16": {"enabled": True}}, {"enabled": mobius}, steps=3)
+    except ValueError as error:
+        return str(error)
+
+
 def every_config() -> Dict[str, Any]:
     said = {case.what: failure(lambda: trained({}, case.input)) for case in SECTION}
     plain = trained({}, steps=2)
     harmless = {what: trained(sections, steps=2) == plain for what, sections in HARMLESS.items()}
     harmless["nested patterns"] = trained({}, {"layers": ["blocks.*", "blocks.*.up"]}, steps=2) == plain
+    fp16 = in_fp16(False), in_fp16(True)
     said.update({case.what: failure(lambda: trained(case.input)) for case in DEEPSPEED})
-    return {"said": said, "harmless": harmless}
+    return {"said": said, "harmless": harmless, "fp16": fp16}
 
 
 @survives("Bad input", "a wrong value anywhere in the config",
@@ -135,3 +146,8 @@ def test_configs(tmp_path):
     results = run_ranks(2, every_config, env={CACHE_VARIABLE: str(tmp_path)})
     check(SECTION + DEEPSPEED, [result["said"] for result in results])
     assert all(all(result["harmless"].values()) for result in results), results[0]["harmless"]
+    for theirs, ours in (result["fp16"] for result in results):
+        if get_accelerator().is_fp16_supported():
+            assert ours == pytest.approx(theirs, abs=1e-2)
+        else:
+            assert ours == theirs == "Type fp16 is not supported on your device."

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Tuple
+from typing import Any, List, Tuple
 
 import psutil
 import pytest
@@ -19,6 +20,7 @@ from mobius_ds.profiling.computed import Profiled, profile_description
 from mobius_ds.runtime.ranks.errors import DeviceOutOfMemory
 from mobius_ds.runtime.sweeps import pipeline
 from mobius_ds.schedule.plan import Plan, even_partition
+from mobius_ds.schedule.tasks import Kind, Stream
 
 MODEL, SAMPLES, SEQUENCE, STAGES = "gpt-3b", 1, 1024, 8
 
@@ -46,6 +48,19 @@ def seconds(report: RankReport) -> float:
     return report.steps[-1].backward_done - report.steps[-1].begun
 
 
+def copies_beside_compute(report: RankReport) -> List[bool]:
+    """Of each copy of a stage's weights in the last step, but for each sweep's first: whether it began before the stage
+    whose weights were copied before had computed. However busy the machine is, that is a matter of slots."""
+    found = []
+    for part in report.last.parts:
+        copies = sorted((one for one in part.timeline.played if one.task.key.kind is Kind.WEIGHTS), key=lambda one: one.start)
+        ends = {}
+        for one in part.timeline.of(0, Stream.COMPUTE):
+            ends[one.task.key.stage] = max(one.end, ends.get(one.task.key.stage, 0.0))
+        found += [copy.start < ends[before.task.key.stage] for before, copy in pairwise(copies)]
+    return found
+
+
 def test_a_step_takes_its_time_and_no_memory_and_moves_its_bytes(tmp_path):
     _, of = planned()
     before = psutil.Process().memory_info().rss
@@ -55,7 +70,10 @@ def test_a_step_takes_its_time_and_no_memory_and_moves_its_bytes(tmp_path):
     for step in report.steps:
         assert step.moved == step.predicted
         assert {**step.moved, "other": 0} == prediction.bytes_by_category
-    assert prediction.sweep_seconds < seconds(report) < 1.5 * prediction.sweep_seconds
+    assert prediction.sweep_seconds < seconds(report)
+    assert report.steps[-1].processor_seconds < prediction.sweep_seconds, "it waits, and does not compute"
+    beside = copies_beside_compute(report)
+    assert len(beside) == 2 * (STAGES - 1) and sum(beside) > len(beside) / 2, beside
     assert report.last.parts[0].timeline.compute_seconds(0) >= 4 * sum(
         layer.forward_seconds for layer in of.request.profile.layers)
 
@@ -71,9 +89,10 @@ def test_steps_alike_are_scheduled_once(tmp_path, monkeypatch):
 
 def test_without_prefetching_copies_are_waited_for(tmp_path):
     _, of = planned()
-    (fetched, ahead), (waited, behind) = rehearsed(tmp_path, of), rehearsed(tmp_path, of, slots=1)
+    ahead = predict_mobius(of.request.profile, of.request.topology, of.plan, of.request.microbatches, 2)
+    waited, behind = rehearsed(tmp_path, of, slots=1)
     assert behind.sweep_seconds > 1.2 * ahead.sweep_seconds
-    assert seconds(waited) > 1.1 * seconds(fetched)
+    assert not any(copies_beside_compute(waited))
     assert seconds(waited) > behind.sweep_seconds
 
 

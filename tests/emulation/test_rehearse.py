@@ -20,9 +20,10 @@ from mobius_ds.emulation import rehearsal_ranks
 from mobius_ds.inputs.topology import preset
 from mobius_ds.planner.plan_files import from_json
 
-MODEL = ("--model", "gpt-3b", "--seq", "512", "--micro-batch", "1", "--time-limit", "2")
-RATIO = 1.3
-"""How much longer than simulated the least disturbed of five rehearsals may take on a machine that is busy."""
+MODEL = ("--model", "gpt-3b", "--seq", "512", "--micro-batch", "1", "--time-limit", "20")
+SHARE = 0.3
+"""How much of the simulated time the runtime and its emulation may take of a processor for each rank, in the leanest of five
+rehearsals. How much longer they take by the clock depends on what else the machine does."""
 
 
 def server(folder: Path, name: str) -> str:
@@ -106,7 +107,8 @@ def test_a_rehearsal_shows_what_the_runtime_adds_and_what_each_choice_is_worth(t
     for name, outcome in outcomes.items():
         check(name, outcome)
     asked, many = outcomes["as asked"], outcomes["mip stages"]
-    assert min(outcome["ratio"] for outcome in outcomes.values()) < RATIO
+    assert 0 < min(outcome["rehearsed"]["processor_seconds"] / sum(outcome["simulated"]["sweep_seconds"])
+                   for outcome in outcomes.values()) < SHARE * 4
     assert sum(many["simulated"]["sweep_seconds"]) < 0.8 * sum(asked["simulated"]["sweep_seconds"])
     assert len(asked["figures"]["rehearsed"]["compute_seconds"]) == 4
     events = json.loads((tmp_path / "trace.json").read_text() + "]")

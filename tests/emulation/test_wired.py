@@ -65,7 +65,8 @@ def test_a_step_over_slow_wires_takes_the_time_of_its_bytes(job):
     for record in cases["slow"]:
         computing = min(cases["not emulated"][0]["step_seconds"])
         assert expected * 0.85 <= record["step_seconds"][-1]
-        assert min(record["step_seconds"]) <= expected * 1.2 + computing  # a busy machine makes some longer
+        # Twice as long if anything crossed twice or waited for what it need not; a busy machine makes some steps longer.
+        assert min(record["step_seconds"]) <= expected * 1.8 + computing
         waited = sum(end - begin for begin, end in record["last_step"]["waits"])
         assert waited >= 0.7 * expected
 

@@ -1,5 +1,6 @@
 """Emulated wires carry what the simulator says, between real processes."""
 
+import math
 import os
 import random
 import signal
@@ -46,17 +47,73 @@ SCENES: List[List[List[Crossing]]] = [
 ]
 
 
-def carried(path: Path, scenes: Sequence[Any], barrier: Any, results: Any, number: int) -> None:
+class Clock:
+    """An emulated clock of several processes, or of one: it goes on when all of them sleep, to when the first wakes up.
+
+    Stands in for the module ``time``.
+    """
+
+    def __init__(self, processes: int, late: float = 0.0):
+        self._changed = CONTEXT.Condition()
+        self._now = CONTEXT.Value("d", 0.0, lock=False)
+        self._wakes_up = CONTEXT.Array("d", [-math.inf] * processes, lock=False)
+        self._number, self._late = 0, late
+
+    def of(self, number: int) -> "Clock":
+        """As the process of this number has it."""
+        self._number = number
+        return self
+
+    def perf_counter(self) -> float:
+        return self._now.value
+
+    def sleep(self, seconds: float) -> None:
+        """Wakes up late, if it sleeps at all."""
+        with self._changed:
+            self._wakes_up[self._number] = end = self._now.value + seconds + (self._late if seconds else 0)
+            self._go_on()
+            while self._now.value < end:
+                self._changed.wait()
+            self._wakes_up[self._number] = -math.inf
+
+    def begin(self) -> None:
+        """This process takes part."""
+        self._wakes_up[self._number] = -math.inf
+
+    def end(self) -> None:
+        """This process takes part no more."""
+        with self._changed:
+            self._wakes_up[self._number] = math.inf
+            self._go_on()
+
+    def _go_on(self) -> None:
+        if math.inf > min(self._wakes_up) > self._now.value:
+            self._now.value = min(self._wakes_up)
+            self._changed.notify_all()
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock(1)
+    monkeypatch.setattr(wires_module, "time", clock)
+    return clock
+
+
+def carried(path: Path, scenes: Sequence[Any], clock: Clock, barrier: Any, results: Any, number: int) -> None:
     """One process: its transfers of every scene, and when each of them ended."""
+    wires_module.time = clock.of(number)
     wires = Wires(path, LINKS)
     for scene in scenes:
-        barrier.wait(30)
-        begun = time.perf_counter()
+        clock.begin()
+        barrier.wait(100)
+        begun = clock.perf_counter()
+        barrier.wait(100)
         ended = []
         for crossing in scene[number] if number < len(scene) else ():
             wires.carry(crossing)
-            ended.append(time.perf_counter() - begun)
-        barrier.wait(30)
+            ended.append(clock.perf_counter() - begun)
+        clock.end()
+        barrier.wait(100)
         results.put((number, ended))
     wires.close()
 
@@ -72,19 +129,18 @@ def simulated(scene: Sequence[Sequence[Crossing]]) -> List[List[float]]:
 
 
 def test_processes_share_links_as_the_simulator_does(tmp_path):
-    """Never faster than the links; and not much slower, as far as the machine has time for its sleepers."""
-    started = CONTEXT
-    barrier, results = started.Barrier(3), started.Queue()
-    processes = [started.Process(target=carried, args=(tmp_path / "wires", SCENES, barrier, results, number))
+    """Never faster than the links, and not much slower."""
+    barrier, results, clock = CONTEXT.Barrier(3), CONTEXT.Queue(), Clock(3)
+    processes = [CONTEXT.Process(target=carried, args=(tmp_path / "wires", SCENES, clock, barrier, results, number))
                  for number in range(3)]
     for process in processes:
         process.start()
     by_process: Dict[int, List[List[float]]] = {number: [] for number in range(3)}
     for _ in range(3 * len(SCENES)):
-        number, ended = results.get(timeout=30)
+        number, ended = results.get(timeout=100)
         by_process[number].append(ended)
     for process in processes:
-        process.join(10)
+        process.join(100)
     last = []
     for number, scene in enumerate(SCENES):
         measured = [by_process[process][number] for process in range(len(scene))]
@@ -100,18 +156,18 @@ def test_processes_share_links_as_the_simulator_does(tmp_path):
 
 def test_a_late_sleeper_loses_nothing(tmp_path, monkeypatch):
     wires = Wires(tmp_path / "wires", LINKS)
-    late, sleep = 0.003, time.sleep
-    monkeypatch.setattr(wires_module.time, "sleep", lambda seconds: sleep(seconds + late if seconds else 0))
-    assert 0.2 <= wires.carry(into(0, 0, 0.2)) < 0.2 + 5 * late, "one lateness, not one for each chunk"
+    late = 0.003
+    monkeypatch.setattr(wires_module, "time", Clock(1, late))
+    assert 0.2 <= wires.carry(into(0, 0, 0.2)) < 0.2 + 2 * late, "one lateness, not one for each chunk"
     wires.close()
 
 
-def test_what_has_begun_before_is_not_waited_for_again(tmp_path):
+def test_what_has_begun_before_is_not_waited_for_again(tmp_path, clock):
     wires = Wires(tmp_path / "wires", LINKS)
-    begun = time.perf_counter()
-    time.sleep(0.05)
-    assert 0.1 <= wires.carry(into(0, 0, 0.1), begun) < 0.14
-    assert wires.carry(()) < 0.01
+    begun = clock.perf_counter()
+    clock.sleep(0.05)
+    assert wires.carry(into(0, 0, 0.1), begun) == pytest.approx(0.1)
+    assert wires.carry(()) == 0
     wires.close()
 
 
@@ -122,19 +178,19 @@ def die_holding(path: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_process_that_dies_leaves_the_wires_to_the_others(tmp_path):
+def test_a_process_that_dies_leaves_the_wires_to_the_others(tmp_path, clock):
     wires = Wires(tmp_path / "wires", LINKS)
     victim = CONTEXT.Process(target=die_holding, args=(tmp_path / "wires",))
     victim.start()
     victim.join(30)
     assert victim.exitcode == -signal.SIGKILL
-    assert wires.carry(into(0, 0, 0.01)) < 1
+    assert wires.carry(into(0, 0, 0.01)) == pytest.approx(0.01)
     wires.close()
 
 
-def test_a_slowdown_slows_down(tmp_path):
+def test_a_slowdown_slows_down(tmp_path, clock):
     wires = Wires(tmp_path / "wires", LINKS, slowdown=10)
-    assert wires.carry(into(0, 0, 0.01)) >= 0.1
+    assert wires.carry(into(0, 0, 0.01)) == pytest.approx(0.1)
     wires.close()
 
 

@@ -18,8 +18,8 @@ from mobius_ds.observation.records import rank_file
 RANKS, WIDTH, LAYERS, STEPS = 2, 256, 4, 3
 MODEL_BYTES = 4 * LAYERS * WIDTH * (WIDTH + 1)
 BANDWIDTH = 2e9  # of the root complex that both GPUs share, and of each one's own link
-COMPUTE_SECONDS = 0.2  # of a layer's forward, where it takes time
-FAST, SLOW, SLOWER, VERY_SLOW = 0.01, 60.0, 300.0, 6000.0
+COMPUTE_SECONDS = 0.4  # of a layer's forward, where it takes time
+FAST, SLOW, SLOWER, VERY_SLOW = 0.01, 180.0, 600.0, 6000.0
 MICROBATCHES = 3
 TRACE = "trace.json"
 

@@ -2,16 +2,18 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Tuple
 
 import pytest
+import torch
 
 from mobius_ds import cli
 from mobius_ds.plugin import launcher
+from tests.ranks import free_port, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,9 +35,7 @@ if rank == "1":
 def test_run_starts_ranks_with_the_plugin_and_returns_their_status(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(RANK)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     environment = {key: value for key, value in os.environ.items() if key != "MOBIUS_DS"}
     done = subprocess.run([sys.executable, "-m", "mobius_ds.cli", "run", "--num_gpus", "2", "--master_port", str(port),
                            str(script), "--lr", "1", "--", "-m"],
@@ -69,20 +69,19 @@ def test_a_rank_runs_its_script_as_python_would(tmp_path, as_module, local_rank)
     script = ["-m", "rank"] if as_module else [str(tmp_path / "rank.py")]
     # -S: no .pth file has loaded the plugin before.
     done = subprocess.run([sys.executable, "-S", "-m", launcher.__name__, *local_rank, *script, "--x"], cwd=tmp_path,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100)
+                          env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200)
     assert done.stdout.split() == ["__main__", "True", str(tmp_path / "rank.py"), *local_rank, "--x"], done.stderr
 
 
-CHOICE = """
-from mobius_ds.plugin.launcher import let_accelerate_run_on_cpu
-from accelerate.state import DistributedType, PartialState
-
-if {gpu}:
-    PartialState._prepare_backend = lambda self, *_: ("nccl", DistributedType.MULTI_GPU)
-let_accelerate_run_on_cpu()
-let_accelerate_run_on_cpu()
-print(PartialState._prepare_backend(object.__new__(PartialState), {cpu}, False, None))
-"""
+def choice(gpu: bool, cpu: bool) -> Tuple[str, bool]:
+    """What Accelerate chooses, and whether the ranks are connected then."""
+    from accelerate.state import DistributedType, PartialState
+    if gpu:
+        PartialState._prepare_backend = lambda self, *_: ("nccl", DistributedType.MULTI_GPU)
+    launcher.let_accelerate_run_on_cpu()
+    launcher.let_accelerate_run_on_cpu()
+    chosen = PartialState._prepare_backend(object.__new__(PartialState), cpu, False, None)
+    return str(chosen), torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize("ranks, gpu, cpu, chosen", [
@@ -92,15 +91,8 @@ print(PartialState._prepare_backend(object.__new__(PartialState), {cpu}, False, 
     (2, True, False, "('nccl', <DistributedType.MULTI_GPU: 'MULTI_GPU'>)"),
 ])
 def test_accelerate_gets_gloo_where_there_is_no_gpu(ranks, gpu, cpu, chosen):
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    started = [subprocess.Popen([sys.executable, "-c", CHOICE.format(gpu=gpu, cpu=cpu)], text=True, stdout=subprocess.PIPE,
-                                env={**os.environ, "PYTHONPATH": str(ROOT), "WORLD_SIZE": str(ranks), "RANK": str(rank),
-                                     "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
-               for rank in range(ranks)]
-    for process in started:
-        assert process.communicate(timeout=100)[0].splitlines()[-1] == chosen
+    for rank in run_ranks(ranks, choice, gpu, cpu, connected=False):
+        assert rank == (chosen, "gloo" in chosen)
 
 
 def test_a_checkout_is_importable_in_children(monkeypatch):

@@ -213,20 +213,26 @@ _LARGE = """
 import time, torch, torch.utils.flop_counter, torch._subclasses.fake_tensor
 from mobius_ds.profiling.computed import profile_description
 from mobius_ds.inputs.topology import preset
-begun = time.process_time()
-profile = profile_description("gpt-51b", 4, 2048, preset("3090ti-4").gpus[0]).profile
-seconds = time.process_time() - begun
+
+def profiled(name):
+    begun = time.process_time()
+    profile = profile_description(name, 4, 2048, preset("3090ti-4").gpus[0]).profile
+    return time.process_time() - begun, profile
+
+profiled("gpt-3b")  # whatever is loaded on the way
+small, _ = profiled("gpt-3b")
+seconds, profile = profiled("gpt-51b")
 peak = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
-print(seconds, int(peak) * 1024, len(profile.layers), len(set(profile.layers)), profile.model_bytes)
+print(seconds / small, int(peak) * 1024, len(profile.layers), len(set(profile.layers)), profile.model_bytes)
 """
 
 
-def test_51_billion_parameters_take_seconds_and_no_memory():
+def test_51_billion_parameters_take_no_more_time_than_3_and_no_memory():
     done = subprocess.run([sys.executable, "-c", _LARGE], capture_output=True, text=True, check=True,
                           cwd=Path(__file__).parents[2])
-    seconds, resident, layers, kinds, model_bytes = map(float, done.stdout.split())
-    print(f"gpt-51b: {seconds:.2f} s, {resident / 2**20:.0f} MiB with torch")
-    assert seconds < 20
+    times_as_long, resident, layers, kinds, model_bytes = map(float, done.stdout.split())
+    print(f"gpt-51b: {times_as_long:.2f} times as long as gpt-3b, {resident / 2**20:.0f} MiB with torch")
+    assert times_as_long < 3
     assert resident < 700e6 < model_bytes / 250
     assert (layers, kinds) == (64, 3)
 

@@ -167,14 +167,16 @@ def large_llama(folder: Path) -> int:
 
 def load_and_step(folder: str, marks: str, sections: Dict[str, Any]) -> bool:
     """Trains one step, and writes when it began what."""
-    rank = rank_and_size()[0]
+    rank, samples = rank_and_size()[0], Path(marks, "samples")
     settings = stage3(True, **sections)
     settings["mobius"]["stages"] = LAYERS  # On CPU a GPU's memory is the process's: so that few layers are in it at once.
 
     def reached(mark: str) -> None:
         torch.distributed.barrier()
-        time.sleep(0.6)  # the sampler gets to see what is held
         if rank == 0:
+            seen = samples.stat().st_size
+            while samples.stat().st_size < seen + 3:  # the sampler gets to see what is held
+                time.sleep(0.01)
             Path(marks, mark).write_text(str(time.monotonic()))
         torch.distributed.barrier()
 
@@ -216,6 +218,8 @@ class Sampler:
             try:
                 pids = [int((self._marks / f"pid {rank}").read_text()) for rank in range(self._ranks)]
                 self._samples.append((time.monotonic(), memory_of(pids)))
+                with open(self._marks / "samples", "a") as samples:
+                    samples.write(".")
             except (OSError, ValueError):
                 pass  # not there yet, or gone
 
@@ -238,6 +242,7 @@ class Sampler:
 def test_four_ranks_peak_at_little_more_than_one_copy_of_what_training_needs(sections, tmp_path):
     parameters = large_llama(tmp_path / "model")
     (tmp_path / "marks").mkdir()
+    (tmp_path / "marks" / "samples").touch()
     with Sampler(tmp_path / "marks", 4) as sampler:
         assert all(run_ranks(4, load_and_step, str(tmp_path / "model"), str(tmp_path / "marks"), sections, timeout=300))
     need = parameters * (18 if sections else 16)  # weights, masters, gradients and Adam's moments

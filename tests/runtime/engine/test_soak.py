@@ -16,8 +16,6 @@ from tests.ranks import run_ranks
 from tests.runtime.jobs import SEQUENCE, config, initialize, language_model, rank_and_size, tokens, weights
 
 RANKS = 4
-EVALUATE_EVERY = 50
-SAVE_EVERY = 100
 ALONE_FROM = 1000
 """Steps of a run that is not one of many tests."""
 KEPT = 2
@@ -37,10 +35,18 @@ def own_bytes() -> int:
     return sum(1024 * int(kilobytes) for kilobytes in re.findall(r"^Pss_(?:Anon|Shmem):\s+(\d+) kB$", rollup, re.MULTILINE))
 
 
+def known_work() -> float:
+    """The processor time of a known piece of work: what the machine's other jobs leave of a processor's speed right now."""
+    begun = time.process_time()
+    sum(number * number for number in range(20_000))
+    return time.process_time() - begun
+
+
 def soak(folder: Path, steps: int) -> List[Dict[str, float]]:
     """Trains, evaluates and saves. What each step took, and what this rank held after it."""
     rank, size = rank_and_size()
     engine = initialize(language_model(tied=True), config(accumulation=2, gradient_clipping=1.0))
+    evaluate_every, save_every = min(50, steps // 4), min(100, steps // 2)
     marks = []
     for step in range(steps):
         start, worked = time.perf_counter(), time.process_time()
@@ -48,15 +54,15 @@ def soak(folder: Path, steps: int) -> List[Dict[str, float]]:
             loss = engine(*of_some_length((2 * step + micro) * size + rank)).loss
             engine.backward(loss)
             engine.step()
-        seconds, worked = time.perf_counter() - start, time.process_time() - worked
-        if step % EVALUATE_EVERY == 0:
+        seconds, worked = time.perf_counter() - start, (time.process_time() - worked) / known_work()
+        if step % evaluate_every == 0:
             engine.eval()
             with torch.no_grad():
                 engine(*of_some_length(10**6 + rank)).logits.sum().item()
             engine.train()
-        if step % SAVE_EVERY == 0:
+        if step % save_every == 0:
             engine.save_checkpoint(str(folder), tag=f"step{step}")
-            old = folder / f"step{step - KEPT * SAVE_EVERY}"
+            old = folder / f"step{step - KEPT * save_every}"
             if rank == 0 and old.exists():
                 shutil.rmtree(old)
         marks.append({"seconds": seconds, "worked": worked, "host": own_bytes(),
@@ -77,7 +83,8 @@ def test_a_long_run_stays_as_it_was(tmp_path, soak_steps):
     for marks in ranks:
         device = [mark["device"] for mark in marks]
         assert max(device[late]) <= 1.01 * max(device[early])
-        # Processor time says what a step takes also while other tests run; the clock, only where this one has the machine.
+        # Processor time says what a step takes also while other tests run, in measures of a known piece of work; the clock,
+        # only where this one has the machine.
         for kind in ("worked", "seconds") if soak_steps >= ALONE_FROM else ("worked", ):
             took = [mark[kind] for mark in marks]
             assert statistics.quantiles(took[late], n=10)[0] <= 1.25 * statistics.quantiles(took[early], n=10)[0], kind

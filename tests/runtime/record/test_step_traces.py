@@ -222,6 +222,7 @@ def tasks(count: int) -> List[Task]:
 
 
 def test_a_task_costs_some_microseconds(tmp_path, record_property):
+    """As measured in the processor time of a known piece of work that takes a tenth of a millisecond."""
     file = open_trace(str(tmp_path / "trace.json"), 0, 1, lambda call, content: [content])
     recorder, some = Recorder(0, HostClock(), file, figures=False), tasks(400)
 
@@ -234,9 +235,15 @@ def test_a_task_costs_some_microseconds(tmp_path, record_property):
         recorder.end_step()
         return (time.process_time() - begun) / len(some)
 
-    seconds = min(step() for _ in range(20))
+    def known_work() -> float:
+        begun = time.process_time()
+        for _ in range(100):
+            sum(number * number for number in range(2000))
+        return (time.process_time() - begun) / 100
+
+    seconds, unit = min((step(), known_work()) for _ in range(20))
     record_property("microseconds_a_task", seconds * 1e6)
-    assert seconds < 20e-6, f"{seconds * 1e6:.1f} microseconds a task"  # 100 tasks a rank in a step of 0.2 s: 1 %
+    assert seconds < 0.2 * unit, f"{seconds * 1e6:.1f} microseconds a task"  # 100 tasks a rank in a step of 0.2 s: 1 %
     recorder.close()
     assert len(Trace(tmp_path / "trace.json").step(3).parts[0].timeline.played) == 400
 
