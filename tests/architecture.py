@@ -46,8 +46,9 @@ ROOMS: Dict[str, Room] = {
     "machine": _room("names inputs runtime/device", "torch"),
     "runtime/dram": _room("inputs schedule machine runtime/ranks runtime/device", _BOTH),
     "runtime/record": _room("inputs schedule simulation", _BOTH),
-    "runtime/sweeps": _room("config names inputs schedule prediction planner model profiling machine "
-                            "runtime/ranks runtime/device runtime/dram runtime/record", _BOTH),
+    "runtime/job": _room("config names inputs schedule prediction planner model profiling machine runtime/dram", _BOTH),
+    "runtime/sweeps": _room("config inputs schedule model profiling runtime/ranks runtime/device runtime/dram "
+                            "runtime/record runtime/job", _BOTH),
     "runtime/optimizer": _room("machine runtime/sweeps", _BOTH),
     "runtime/checkpoint": _room("names runtime/ranks runtime/dram runtime/sweeps runtime/optimizer", _BOTH),
     "runtime/engine": _room("config names inputs simulation runtime/ranks runtime/device runtime/dram runtime/sweeps "
@@ -59,7 +60,7 @@ ROOMS: Dict[str, Room] = {
     "reporting": _room("config names inputs schedule simulation prediction planner profiling machine runtime/engine "
                        "runtime/record observation reporting/comparison reporting/page", _BOTH),
     "emulation": _room("config names inputs schedule simulation prediction planner model profiling machine "
-                       "runtime/device runtime/dram runtime/sweeps observation reporting", _BOTH),
+                       "runtime/device runtime/dram runtime/job runtime/sweeps observation reporting", _BOTH),
     "cli": _room(),
 }
 """Every room, after all those that it imports: so no circle of rooms can be."""

@@ -27,9 +27,9 @@ from mobius_ds.runtime.device.device import Device
 from mobius_ds.runtime.device.ledger import Ledger
 from mobius_ds.runtime.dram.memory_estimate import OptimizerMemory
 from mobius_ds.runtime.dram.store import Layout, ParameterStore
+from mobius_ds.runtime.job.job import Chosen, Job
 from mobius_ds.runtime.sweeps.announcement import Batch
 from mobius_ds.runtime.sweeps.executor import Executor
-from mobius_ds.runtime.sweeps.job_plan import Chosen, Job
 from mobius_ds.runtime.sweeps.pipeline import Pipeline
 from mobius_ds.runtime.sweeps.sweep import Sweep
 from mobius_ds.schedule.mobius import Volumes

@@ -43,7 +43,7 @@ class Arrival(NamedTuple):
 NOWHERE = Arrival(0.0, 0.0)
 
 
-class _Task(NamedTuple):
+class _StageTimes(NamedTuple):
     """What a stage does in a sweep, in seconds: its copy in, its compute per microbatch, its copy out."""
 
     gpu: int
@@ -70,7 +70,7 @@ def step_seconds(problem: Problem, partition: Sequence[int]) -> StepSeconds:
             source = problem.gpus[stages[number - 1].gpu]
             out, into = stage.received_bytes / source.bandwidth, stage.received_bytes / gpu.bandwidth
             arrival = Arrival(problem.hop_seconds + out + into, max(out, into))
-        forward.append(_Task(stage.gpu, weights, compute, 0.0, arrival))
+        forward.append(_StageTimes(stage.gpu, weights, compute, 0.0, arrival))
 
         compute = gpu.slowdown * sum(layer.backward_seconds for layer in stage.layers)
         gradients = sum(layer.gradient_bytes for layer in stage.layers) / gpu.bandwidth
@@ -80,14 +80,14 @@ def step_seconds(problem: Problem, partition: Sequence[int]) -> StepSeconds:
             out, into = stage.made_bytes / source.bandwidth, stage.made_bytes / gpu.bandwidth
             # One stream loads gradients and, for the recomputation, boundary activations.
             arrival = Arrival(problem.hop_seconds + out + into, max(out, into + stage.received_bytes / gpu.bandwidth))
-        backward.append(_Task(stage.gpu, weights, compute, gradients, arrival))
+        backward.append(_StageTimes(stage.gpu, weights, compute, gradients, arrival))
     update = [0.0] * len(problem.gpus)
     for stage in stages:
         update[stage.gpu] += sum(problem.update_seconds(layer) for layer in stage.layers)
     return StepSeconds(_sweep(forward, problem.microbatches), _sweep(backward[::-1], problem.microbatches), max(update))
 
 
-def _sweep(tasks: Sequence[_Task], microbatches: int) -> float:
+def _sweep(tasks: Sequence[_StageTimes], microbatches: int) -> float:
     """Seconds until a sweep is over on all GPUs."""
     computed = {task.gpu: [0.0] * DEPTH for task in tasks}  # when each GPU's stages were done, latest last
     offloaded = {task.gpu: [0.0] * DEPTH for task in tasks}

@@ -13,7 +13,7 @@ EVALUATION = "evaluation"
 """Name of forward sweeps that no backward has followed. They belong to no step."""
 
 
-class Part(NamedTuple):
+class PlayedSweep(NamedTuple):
     """One sweep of a step."""
 
     name: str
@@ -26,7 +26,7 @@ class Part(NamedTuple):
 class Step(NamedTuple):
     """One optimizer step."""
 
-    parts: Tuple[Part, ...]
+    parts: Tuple[PlayedSweep, ...]
     seconds: float
     """From its first task to the end of its update."""
     begin: float = 0.0
@@ -52,7 +52,7 @@ def in_turn(sweeps: Iterable[Tuple[str, Timeline]], update_seconds: float = 0.0)
     """The step whose sweeps start when the one before has ended, as those of a ``Prediction`` do."""
     parts, begin = [], 0.0
     for name, timeline in sweeps:
-        parts.append(Part(name, begin, timeline))
+        parts.append(PlayedSweep(name, begin, timeline))
         begin += timeline.makespan
     return Step(tuple(parts), begin + update_seconds)
 
@@ -72,10 +72,10 @@ def measured_step(noted: Iterable[Spans], end: float) -> Step:
     return Step(tuple(parts), end - begin, begin)
 
 
-def _measured_part(name: str, step_begin: float, noted: Sequence[Played]) -> Part:
+def _measured_part(name: str, step_begin: float, noted: Sequence[Played]) -> PlayedSweep:
     begin, end = min(played.start for played in noted), max(played.end for played in noted)
     ordered = sorted(noted, key=lambda played: played.end)
-    return Part(name, begin - step_begin, Timeline(tuple(
+    return PlayedSweep(name, begin - step_begin, Timeline(tuple(
         Played(played.task, played.start - begin, played.end - begin) for played in ordered), end - begin, {}))
 
 
@@ -101,5 +101,5 @@ def slowed_down(step: Step, times: float) -> Step:
     for name, begin, timeline in step.parts:
         played = tuple(Played(task, times * start, times * end) for task, start, end in timeline.played)
         rates = {link: rate / times for link, rate in timeline.peak_rate.items()}
-        parts.append(Part(name, times * begin, Timeline(played, times * timeline.makespan, rates)))
+        parts.append(PlayedSweep(name, times * begin, Timeline(played, times * timeline.makespan, rates)))
     return Step(tuple(parts), times * step.seconds, step.begin)

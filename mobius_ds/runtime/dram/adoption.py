@@ -19,7 +19,7 @@ _ADVICE = ("Use a machine with more DRAM, freeze parameters, or train a smaller 
            "deepspeed.zero.Init is in memory once, instead of once on every rank until it is adopted.")
 
 
-def adopt(model: nn.Module, mailbox: Mailbox, device: Device, state_tensors: int) -> ParameterStore:
+def move_into_store(model: nn.Module, mailbox: Mailbox, device: Device, state_tensors: int) -> ParameterStore:
     """Makes a store of a model's parameters and points them at it. All ranks call it.
 
     Parameters that lie in shared memory already, built under ``deepspeed.zero.Init`` or left by an earlier engine,

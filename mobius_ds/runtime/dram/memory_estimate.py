@@ -14,7 +14,7 @@ from mobius_ds.runtime.dram.store import Layout
 from mobius_ds.runtime.ranks.errors import OutOfMemory
 from mobius_ds.schedule.mobius import Volumes
 
-Parts = Dict[str, int]
+BytesByPart = Dict[str, int]
 """Bytes by what they are for."""
 
 _TENSORS_OF_OPTIMIZER = {"sgd": 0, "lion": 1, "deepspeedcpulion": 1, "fusedlion": 1, "adagrad": 1, "deepspeedcpuadagrad": 1}
@@ -63,7 +63,7 @@ def state_bytes(state: Iterable[Mapping[str, Any]]) -> int:
     return sum(value.nbytes for values in state for value in values.values() if isinstance(value, torch.Tensor))
 
 
-def training_parts(layout: Layout, tensors: int) -> Parts:
+def training_parts(layout: Layout, tensors: int) -> BytesByPart:
     """What a model takes whatever its batches are.
 
     Args:
@@ -80,7 +80,7 @@ def activation_bytes(moved: Volumes) -> int:
     return sum(moved.inputs) + sum(sum(stage) for stage in (*moved.made, *moved.made_gradients))
 
 
-def check_dram(parts: Parts, present: Parts, dram: Dram, advice: str) -> None:
+def check_dram(parts: BytesByPart, present: BytesByPart, dram: Dram, advice: str) -> None:
     """Refuses what does not fit.
 
     Args:

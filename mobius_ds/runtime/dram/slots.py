@@ -117,16 +117,16 @@ class Slots:
             frozen: those that require no gradient this time, besides those that are never trained.
         """
         layout, buffer = self._store.layout, self._weights[number % DEPTH]
-        slot = layout.weights(names)
+        packing = layout.weights(names)
         start = 0
-        for extent in slot.extents:
+        for extent in packing.extents:
             self._device.upload(self._store.wire_weights[extent.start:extent.stop], category,
                                 into=buffer[start:start + extent.nbytes])
             start += aligned(extent.nbytes)
         parameters = {}
         for name in names:
             entry = layout.entries[name]
-            offset = offset_in(slot, entry.weight.start)
+            offset = offset_in(packing, entry.weight.start)
             flat = buffer[offset:offset + entry.weight.nbytes].view(entry.dtype)
             parameters[name] = flat.view(entry.shape).detach().requires_grad_(entry.trainable and name not in frozen)
         return parameters

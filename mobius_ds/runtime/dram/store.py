@@ -19,7 +19,7 @@ from mobius_ds.runtime.dram.shared_memory import Extent, Handle, Region, aligned
 from mobius_ds.runtime.dram.weights import WeightsRegion
 
 
-class Slot(NamedTuple):
+class Packing(NamedTuple):
     """Where a set of parameters lies in a region and in a buffer that holds just them."""
 
     extents: Tuple[Extent, ...]
@@ -30,16 +30,16 @@ class Slot(NamedTuple):
     """Bytes that a copy of all the extents moves."""
 
 
-def packed(pieces: Iterable[Extent]) -> Slot:
+def packed(pieces: Iterable[Extent]) -> Packing:
     """Lays pieces of a region into one buffer, each extent aligned."""
     extents = merged(pieces)
-    return Slot(extents, sum(aligned(extent.nbytes) for extent in extents), sum(extent.nbytes for extent in extents))
+    return Packing(extents, sum(aligned(extent.nbytes) for extent in extents), sum(extent.nbytes for extent in extents))
 
 
-def offset_in(slot: Slot, position: int) -> int:
-    """Where a region's byte ``position`` lies in the slot's buffer."""
+def offset_in(packing: Packing, position: int) -> int:
+    """Where a region's byte ``position`` lies in the packing's buffer."""
     start = 0
-    for extent in slot.extents:
+    for extent in packing.extents:
         if extent.start <= position <= extent.stop:  # at its very end lies what has no elements
             return start + position - extent.start
         start += aligned(extent.nbytes)
@@ -47,7 +47,7 @@ def offset_in(slot: Slot, position: int) -> int:
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoredParameter:
     """Where one parameter lies."""
 
     shape: Tuple[int, ...]
@@ -77,10 +77,10 @@ class Layout:
             end += 0 if name in placed else aligned(nbytes)
         self.span = Extent(min((piece.start for piece in pieces), default=0), end).pages()
         """The pages of the region from the first to the last of the weights; entries count from its start."""
-        self.entries: Dict[str, Entry] = {}
+        self.entries: Dict[str, StoredParameter] = {}
         for (name, parameter), piece in zip(parameters, pieces):
             trained = parameter.numel() * 4 if parameter.requires_grad else 0
-            self.entries[name] = Entry(tuple(parameter.shape), parameter.dtype, parameter.requires_grad,
+            self.entries[name] = StoredParameter(tuple(parameter.shape), parameter.dtype, parameter.requires_grad,
                                        Extent(piece.start - self.span.start, piece.stop - self.span.start),
                                        Extent(full, full + trained))
             full += aligned(trained)
@@ -94,7 +94,7 @@ class Layout:
         """DRAM for weights, masters and gradients."""
         return self.weight_bytes + self.full_bytes * (2 if self.needs_masters else 1)
 
-    def weights(self, names: Iterable[str]) -> Slot:
+    def weights(self, names: Iterable[str]) -> Packing:
         """The weights of some parameters."""
         return packed(self.entries[name].weight for name in names)
 
@@ -131,7 +131,7 @@ class ParameterStore:
         for pages in merged(entry.weight.pages() for entry in layout.entries.values() if entry.weight.nbytes):
             on_map(self.wire_weights[pages.start:pages.stop])
 
-    def _module_tensor(self, entry: Entry) -> torch.Tensor:
+    def _module_tensor(self, entry: StoredParameter) -> torch.Tensor:
         if not entry.weight.nbytes:
             return torch.empty(entry.shape, dtype=entry.dtype)
         start = self.layout.span.start

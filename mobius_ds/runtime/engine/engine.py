@@ -4,40 +4,38 @@ A ``DeepSpeedEngine`` whose module runs as a pipeline. Config, optimizers, sched
 loaders are DeepSpeed's own; this file replaces what moves parameters and gradients.
 """
 
-import functools
-from collections.abc import Mapping
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
-from deepspeed.runtime.engine import ZERO_OPTIMIZATION, DeepSpeedEngine
+from deepspeed.runtime.engine import ZERO_OPTIMIZATION
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
-from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.utils import logger
 from deepspeed.utils.logging import print_dist
 from torch import nn
-from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from mobius_ds.config import mobius_config
 from mobius_ds.inputs.profile import BYTES_PER_PARAMETER
-from mobius_ds.runtime.checkpoint import checkpoint
+from mobius_ds.runtime.checkpoint.load import load
+from mobius_ds.runtime.checkpoint.save import save
 from mobius_ds.runtime.device.ledger import Bytes
 from mobius_ds.runtime.dram.memory_estimate import OptimizerMemory, state_bytes, state_tensors
 from mobius_ds.runtime.dram.weights import piece_of
 from mobius_ds.runtime.engine import parameters
 from mobius_ds.runtime.engine.refusals import refuse
+from mobius_ds.runtime.engine.routed_forward import RoutedForward
 from mobius_ds.runtime.engine.step_report import breakdown, scalars
+from mobius_ds.runtime.engine.whole_batches import WholeBatches
 from mobius_ds.runtime.optimizer import extensions
 from mobius_ds.runtime.optimizer.optimizer import MobiusOptimizer
 from mobius_ds.runtime.ranks.exchange import exchange
 from mobius_ds.runtime.sweeps import differentiable
 from mobius_ds.runtime.sweeps.pipeline import Pipeline
-from mobius_ds.runtime.sweeps.sweep import Sweep
 from mobius_ds.simulation.exposure import figures
 from mobius_ds.simulation.steps import Step
 
 
-class MobiusEngine(DeepSpeedEngine):
+class MobiusEngine(WholeBatches):
     """DeepSpeed's engine API on top of a Mobius pipeline.
 
     Raises:
@@ -57,7 +55,7 @@ class MobiusEngine(DeepSpeedEngine):
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
         earlier = model.__dict__.get("forward")
-        if isinstance(earlier, _Routed):
+        if isinstance(earlier, RoutedForward):
             earlier.put_back()  # of an engine that was not destroyed
             earlier.replaced = True
         super()._configure_distributed_model(model)
@@ -69,16 +67,13 @@ class MobiusEngine(DeepSpeedEngine):
         self._forwards_step = -1
         parameters.adopt(model, self.pipeline, None)
         # The raw module's calls reach the pipeline as well: evaluation loops often call it.
-        self._routed = model.__dict__["forward"] = _Routed(model, self._forward)
+        self._routed = model.__dict__["forward"] = RoutedForward(model, self._forward)
 
     def _cast_module_mixed_precision(self, param_dtype: Optional[torch.dtype], buffer_dtype: Optional[torch.dtype],
                                      is_zero_init_model: bool, keep_pattern: Any = None) -> None:
         """Leaves a model that was built under ``zero.Init`` as it is, as ZeRO-3 does: adapters added to it stay fp32."""
         built_in_place = any(piece_of(parameter) for parameter in self.module.parameters())
         super()._cast_module_mixed_precision(param_dtype, buffer_dtype, built_in_place, keep_pattern)
-
-    _loss_function: Optional[Callable] = None
-    """What ``train_batch`` runs instead of the module's own forward."""
 
     def _layers(self, model: nn.Module) -> Optional[List[nn.Module]]:
         """The layers of a model that lists them."""
@@ -249,99 +244,6 @@ class MobiusEngine(DeepSpeedEngine):
         self.monitor.write_events([(f"Train/Mobius/{name}", value, self.global_samples)
                                    for name, value in scalars(measured, model_bytes).items()])
 
-    # Whole batches at once.
-
-    def train_batch(self, data_iter: Optional[Iterator] = None) -> torch.Tensor:
-        """Trains on one batch: all its micro-batches go through the pipeline in one sweep.
-
-        Args:
-            data_iter: yields micro-batches: for a ``PipelineModule`` (inputs, labels), otherwise the arguments of
-                the module, as a tuple or a dict. Default: the engine's own data loader.
-
-        Returns:
-            The mean loss over micro-batches and ranks.
-        """
-        assert self.optimizer is not None, "must provide optimizer during init in order to use train_batch"
-        if not torch.is_grad_enabled():
-            raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
-        count = self.gradient_accumulation_steps()
-        self.module.train()
-        self.tput_timer.start()
-        with autocast_if_enabled(self), differentiable.computing(self.device):
-            sweep, losses = self._run_batch(data_iter, count)
-            self.pipeline.backward(sweep, [{leaf: self.optimizer.loss_scaler.scale_loss(torch.ones_like(loss)) / count}
-                                           for leaf, loss in losses],
-                                   self.optimizer.update_apart if self.optimizer.can_update_apart else None)
-        self.pipeline.release(sweep)
-        self._take_model_step(None)
-        self.micro_steps += count
-        self.tput_timer.stop(global_step=True, report_speed=self.global_rank == 0)
-        loss = self._mean([loss for _, loss in losses])
-        if self.monitor.enabled and self.global_rank == 0:
-            self.monitor.write_events([("Train/Samples/train_loss", loss.item(), self.global_samples),
-                                       ("Train/Samples/lr", self.get_lr()[0], self.global_samples)])
-        return loss
-
-    def eval_batch(self, data_iter: Iterator, return_logits: bool = False, compute_loss: bool = True,
-                   reduce_output: str = "avg", bcast_loss: bool = True,
-                   num_micro_batches: Optional[int] = None) -> torch.Tensor:
-        """The mean loss over one batch's micro-batches and over ranks, without training."""
-        if return_logits or not compute_loss or reduce_output != "avg":
-            raise NotImplementedError("under Mobius eval_batch returns the mean loss. For other outputs call the engine "
-                                      "itself under torch.no_grad().")
-        training = self.module.training
-        self.module.eval()
-        try:
-            with torch.no_grad(), autocast_if_enabled(self), differentiable.computing(self.device):
-                sweep, losses = self._run_batch(data_iter, num_micro_batches or self.gradient_accumulation_steps())
-        finally:
-            self.module.train(training)
-        self.pipeline.release(sweep)
-        return self._mean([loss for _, loss in losses])
-
-    def _run_batch(self, data_iter: Optional[Iterator], count: int) -> Tuple[Sweep, List[Tuple[int, torch.Tensor]]]:
-        self._check_module()
-        self._check_parameters()
-        with self.pipeline.mailbox.told():
-            batches = [self._arguments(batch) for batch in self._microbatches(data_iter, count)]
-        sweep, outputs = self.pipeline.forward(batches, [self._next_seed() for _ in batches], self._loss_function)
-        with self.pipeline.mailbox.told():
-            losses = [_loss_among(leaves) for leaves, _ in outputs]
-            mine = (microbatch.program for microbatch in sweep.microbatches if microbatch.home == self.global_rank)
-            if torch.is_grad_enabled() and not all(program.outputs.returns[leaf].requires_grad
-                                                   for (leaf, _), program in zip(losses, mine)):
-                raise RuntimeError("train_batch takes the model's first floating-point scalar for the loss, and it does not "
-                                   "require grad. Return the loss first, computed from trained parameters.")
-        return sweep, losses
-
-    _data_iterator: Optional[Iterator] = None
-
-    def _microbatches(self, data_iter: Optional[Iterator], count: int) -> List[Any]:
-        """The next microbatches that this rank puts into a batch."""
-        if data_iter is None:
-            if self._data_iterator is None:
-                if self.training_dataloader is None:
-                    raise ValueError("train_batch has no data: give it an iterator, or training_data to "
-                                     "deepspeed.initialize.")
-                self._data_iterator = _repeating(self.training_dataloader)
-            data_iter = self._data_iterator
-        return [next(data_iter) for _ in range(count)]
-
-    def _arguments(self, batch: Any) -> Tuple[tuple, dict]:
-        if isinstance(batch, Mapping):
-            batch = dict(batch)  # tokenizers return mappings of their own
-        batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), batch)
-        if self.fp16_auto_cast():
-            batch = self._cast_inputs_half(batch)
-        if isinstance(batch, dict):
-            return (), batch
-        return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})
-
-    def _mean(self, losses: List[torch.Tensor]) -> torch.Tensor:
-        mine = [loss.detach().float().item() for loss in losses]
-        everyones = [loss for part in self.pipeline.step("the mean loss of a batch", mine) for loss in part]
-        return torch.tensor(sum(everyones) / len(everyones), device=self.device)
-
     # Figures.
 
     def take_traffic(self) -> Bytes:
@@ -377,7 +279,7 @@ class MobiusEngine(DeepSpeedEngine):
         Raises:
             CheckpointError: a rank could not write; what was there before is untouched.
         """
-        return checkpoint.save(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        return save(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 
     def load_checkpoint(self, load_dir: str, tag: Optional[str] = None, load_module_strict: bool = True,
                         load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True,
@@ -394,8 +296,8 @@ class MobiusEngine(DeepSpeedEngine):
         if custom_load_fn is not None:
             raise ValueError("custom_load_fn is not supported under Mobius: a checkpoint holds parameters one by one, not "
                              "a module's state dict. Load with load_module_strict=False, and the rest by hand.")
-        return checkpoint.load(self, load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states,
-                               load_module_only)
+        return load(self, load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states,
+                    load_module_only)
 
     def _get_zero_param_shapes(self) -> List[Dict[str, torch.Size]]:
         entries = self.pipeline.store.layout.entries
@@ -424,50 +326,6 @@ class MobiusEngine(DeepSpeedEngine):
         super().destroy()
 
 
-class _Routed:
-    """A module's forward that runs in the pipeline. A copy of the module gets its own forward back."""
-
-    replaced = False
-    """By that of a later engine on the same module."""
-
-    def __init__(self, model: nn.Module, run: Callable[[tuple, dict], Any]):
-        self._model = model
-        self._own = model.__dict__.get("forward")  # libraries give a single module another forward than its class
-        self._run = torch.compiler.disable(run)  # should the script compile the module
-        functools.update_wrapper(self, model.forward)
-
-    def put_back(self) -> None:
-        """Gives the module its own forward back."""
-        if self._own is None:
-            del self._model.__dict__["forward"]
-        else:
-            self._model.__dict__["forward"] = self._own
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(args, kwargs)
-
-    def __reduce__(self):
-        return (getattr, (self._model, "forward")) if self._own is None else (_itself, (self._own,))
-
-
-def _itself(forward: Callable) -> Callable:
-    return forward
-
-
 def _place(parameter: nn.Parameter) -> Tuple[int, bool]:
     """Where a parameter's data lies, and whether it is trained."""
     return parameter.data_ptr(), parameter.requires_grad
-
-
-def _loss_among(leaves: List[Any]) -> Tuple[int, torch.Tensor]:
-    """Which of a model's output leaves is its loss, and the loss: the first floating-point scalar."""
-    for index, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor) and leaf.numel() == 1 and leaf.is_floating_point():
-            return index, leaf
-    raise ValueError("train_batch and eval_batch need a model that returns its loss: give the PipelineModule a loss_fn, "
-                     "or return a scalar.")
-
-
-def _repeating(loader: Any) -> Iterator:
-    while True:
-        yield from loader

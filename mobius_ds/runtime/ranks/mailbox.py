@@ -45,7 +45,7 @@ _TIMEVAL = struct.Struct("ll")
 _TAKES_LONGER = 'If its part takes longer, raise "mobius": {"timeout_seconds": ...}.'
 
 
-class _Failure(NamedTuple):
+class _ToldFailure(NamedTuple):
     """Why a rank is lost."""
 
     reason: str
@@ -67,7 +67,7 @@ class Mailbox:
         self._timeout = timeout
         self._arrived: Dict[Any, Any] = {}
         self._changed = threading.Condition()
-        self._lost: Dict[int, _Failure] = {}
+        self._lost: Dict[int, _ToldFailure] = {}
         self._left: Dict[int, str] = {}
         self._full: Set[int] = set()
         self._waits: Dict[int, Wait] = {}
@@ -153,7 +153,7 @@ class Mailbox:
             kind = PeerOutOfMemory
         elif isinstance(error, PeerTimeout):
             kind = PeerTimeout
-        failure = _Failure(reason, kind)
+        failure = _ToldFailure(reason, kind)
         self._tell_all((_FAILED, rank, failure))
         if self._connections:  # a rank that is alone waits for nobody, and may go on after an error
             with self._changed:
@@ -249,7 +249,7 @@ class Mailbox:
             reason = f"rank {self.rank} could not write to rank {peer} for {self._timeout:g} s: its process is stopped"
             with self._changed:
                 self._full.add(peer)
-                self._lost.setdefault(peer, _Failure(reason, PeerTimeout))
+                self._lost.setdefault(peer, _ToldFailure(reason, PeerTimeout))
                 self._changed.notify_all()
         except OSError:
             pass  # the receiving thread sees the closed connection and says so at the next wait
@@ -305,9 +305,9 @@ class Mailbox:
                 try:
                     kind, key, content = pickle.loads(connection.recv_bytes())
                 except (EOFError, OSError):
-                    kind, key, content = _FAILED, peers[connection], _Failure("its process died")
+                    kind, key, content = _FAILED, peers[connection], _ToldFailure("its process died")
                 except Exception as error:  # whatever an object of the script raises when it is unpickled
-                    kind, key, content = _FAILED, peers[connection], _Failure(f"its message cannot be read: {error!r}")
+                    kind, key, content = _FAILED, peers[connection], _ToldFailure(f"its message cannot be read: {error!r}")
                 if not self._accept(peers[connection], kind, key, content):
                     del peers[connection]
 

@@ -25,7 +25,7 @@ PLAYED_AGAIN = 2
 LONGEST_EVALUATION = 100
 """Sweeps of an evaluation that are kept before they are written: there may be thousands between two steps."""
 
-Span = Tuple[Task, Any, Any]
+MarkedTask = Tuple[Task, Any, Any]
 """A task with the marks of its start and end."""
 
 
@@ -90,7 +90,7 @@ class _Notes(NamedTuple):
     number: int
     forward: int
     """The number of the forward that it belongs to."""
-    spans: List[Span]
+    spans: List[MarkedTask]
 
 
 class Ended(NamedTuple):
@@ -129,7 +129,7 @@ class Recorder:
         """Whether there is a file."""
         return self._file is not None
 
-    def begin(self, name: str, forward: int) -> List[Span]:
+    def begin(self, name: str, forward: int) -> List[MarkedTask]:
         """Starts a sweep, when nothing of an earlier one runs any more.
 
         Args:

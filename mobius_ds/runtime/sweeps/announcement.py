@@ -9,7 +9,7 @@ from mobius_ds.model.mode import Mode
 from mobius_ds.model.program import Program
 from mobius_ds.runtime.device.random import mixed
 from mobius_ds.runtime.sweeps.signatures import Inputs, Signatures
-from mobius_ds.runtime.sweeps.sweep import TensorSlot
+from mobius_ds.runtime.sweeps.sweep import TensorLeaf
 
 Batch = Tuple[tuple, dict]
 """The arguments of one forward."""
@@ -69,7 +69,7 @@ class Announcer:
         shipped: List[Any] = []
         tensors = 0
         for leaf in leaves:
-            shipped.append(TensorSlot(tensors) if isinstance(leaf, torch.Tensor) else leaf)
+            shipped.append(TensorLeaf(tensors) if isinstance(leaf, torch.Tensor) else leaf)
             tensors += isinstance(leaf, torch.Tensor)
         nbytes = sum(leaf.numel() * leaf.dtype.itemsize for leaf in leaves if isinstance(leaf, torch.Tensor))
         return Announcement(signature, program, tuple(shipped), structure, nbytes, mixed(self._seed, *seed))

@@ -127,11 +127,11 @@ class _Forward:
             return tensors
         self._nodes_to_come += 1
         anchor = torch.empty(0, device=self._device, requires_grad=True)
-        attached = _Node.apply(anchor, self, {index: tensors[index] for index in graded})
+        attached = _GraphNode.apply(anchor, self, {index: tensors[index] for index in graded})
         return {**tensors, **dict(zip(graded, attached))}
 
 
-class _Node(torch.autograd.Function):
+class _GraphNode(torch.autograd.Function):
     """A forward's outputs in the script's graph. ``anchor`` is only there to require a gradient."""
 
     @staticmethod

@@ -7,7 +7,7 @@ import torch
 from mobius_ds.model.discovery import Units
 from mobius_ds.model.replay import Replayer
 from mobius_ds.runtime.device.device import Device
-from mobius_ds.runtime.dram.shared_memory import ActivationStore, Placed
+from mobius_ds.runtime.dram.activations import ActivationStore, Placed
 from mobius_ds.runtime.dram.store import ParameterStore
 from mobius_ds.runtime.ranks.mailbox import Mailbox
 from mobius_ds.runtime.record.trace import Recorder

@@ -2,7 +2,7 @@
 
 from typing import Dict, Iterable, List
 
-from mobius_ds.runtime.dram.shared_memory import ActivationStore, Placed
+from mobius_ds.runtime.dram.activations import ActivationStore, Placed
 from mobius_ds.runtime.sweeps.sweep import Sweep
 
 

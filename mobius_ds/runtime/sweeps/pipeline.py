@@ -25,10 +25,13 @@ from mobius_ds.model.wrappers import forward_of
 from mobius_ds.profiling.traced_model import TracedModel
 from mobius_ds.runtime.device.device import Device
 from mobius_ds.runtime.device.ledger import Bytes, Ledger, no_bytes
-from mobius_ds.runtime.dram.adoption import adopt
+from mobius_ds.runtime.dram.activations import SEGMENT_BYTES, ActivationStore
+from mobius_ds.runtime.dram.adoption import move_into_store
 from mobius_ds.runtime.dram.memory_estimate import Dram, OptimizerMemory, activation_bytes, check_dram, training_parts
-from mobius_ds.runtime.dram.shared_memory import SEGMENT_BYTES, ActivationStore
 from mobius_ds.runtime.dram.store import ParameterStore
+from mobius_ds.runtime.job.job import Chosen, Job
+from mobius_ds.runtime.job.job_memory import gpu_needs
+from mobius_ds.runtime.job.job_plan import plan_job
 from mobius_ds.runtime.ranks.errors import OutOfMemory, OutOfStep
 from mobius_ds.runtime.ranks.mailbox import Mailbox
 from mobius_ds.runtime.record.trace import Description, DeviceClock, HostClock, Recorder
@@ -36,7 +39,6 @@ from mobius_ds.runtime.record.trace_file import open_trace
 from mobius_ds.runtime.sweeps.announcement import Announcement, Announcer, Batch
 from mobius_ds.runtime.sweeps.buffers import Buffers
 from mobius_ds.runtime.sweeps.executor import Executor
-from mobius_ds.runtime.sweeps.job_plan import Chosen, Job, gpu_needs, plan_job
 from mobius_ds.runtime.sweeps.kept import Kept
 from mobius_ds.runtime.sweeps.lifetimes import Lifetimes
 from mobius_ds.runtime.sweeps.results import Outputs
@@ -109,7 +111,7 @@ class Pipeline:
         return Device(device, Ledger(), _budget(self.config, device))
 
     def _make_store(self, model: nn.Module, optimizer: OptimizerMemory) -> ParameterStore:
-        return adopt(model, self.mailbox, self.device, optimizer.tensors)
+        return move_into_store(model, self.mailbox, self.device, optimizer.tensors)
 
     def _make_executor(self, plan: Plan) -> Executor:
         return Executor(self.rank, plan, self.units, self.device, self.mailbox, self.activations, self.store, self.recorder)

@@ -3,7 +3,7 @@
 from typing import Any, Dict, List, NamedTuple, Tuple, Union
 
 from mobius_ds.model.program import Value
-from mobius_ds.runtime.dram.shared_memory import Placed
+from mobius_ds.runtime.dram.activations import Placed
 
 
 class PlacedInputs(NamedTuple):

@@ -13,14 +13,14 @@ from mobius_ds.model.replay import Handover, Replayer
 from mobius_ds.model.structures import unflatten
 from mobius_ds.runtime.device.device import Device
 from mobius_ds.runtime.device.random import reseed_from
-from mobius_ds.runtime.dram.shared_memory import ActivationStore, Placed
+from mobius_ds.runtime.dram.activations import ActivationStore, Placed
 from mobius_ds.runtime.dram.slots import Slots, StageMemory, gradient_groups
 from mobius_ds.runtime.dram.store import ParameterStore
 from mobius_ds.runtime.ranks.errors import PeerLost
 from mobius_ds.runtime.ranks.mailbox import Mailbox
 from mobius_ds.runtime.sweeps.results import (Outputs, PlacedActivations, PlacedGradients, PlacedInputs, PlacedOutputs,
                                               Result)
-from mobius_ds.runtime.sweeps.sweep import Microbatch, Sweep, TensorSlot
+from mobius_ds.runtime.sweeps.sweep import Microbatch, Sweep, TensorLeaf
 from mobius_ds.schedule.plan import Plan
 from mobius_ds.schedule.tasks import Kind, Schedule, Stream, Task
 
@@ -106,7 +106,7 @@ class StageWork:
             self.sweep.inputs[m] = given.tensors
         tensors = [self._upload(placed, task.category) for placed in self.sweep.inputs[m]]
         microbatch = self.sweep.microbatches[m]
-        leaves = [tensors[leaf.index] if isinstance(leaf, TensorSlot) else leaf for leaf in microbatch.leaves]
+        leaves = [tensors[leaf.index] if isinstance(leaf, TensorLeaf) else leaf for leaf in microbatch.leaves]
         self._inputs[m] = unflatten(leaves, microbatch.structure)
 
     # Boundary activations.

@@ -7,14 +7,14 @@ from mobius_ds.model.intercept import Entry
 from mobius_ds.model.mode import Mode
 from mobius_ds.model.parts import Parts
 from mobius_ds.model.program import Program, Span, Value
-from mobius_ds.runtime.dram.shared_memory import Placed
+from mobius_ds.runtime.dram.activations import Placed
 from mobius_ds.runtime.dram.slots import gradient_groups
 from mobius_ds.runtime.dram.store import Layout
 from mobius_ds.schedule.mobius import Volumes
 from mobius_ds.schedule.plan import Plan
 
 
-class TensorSlot(NamedTuple):
+class TensorLeaf(NamedTuple):
     """Stands for a tensor among the leaves of a microbatch's arguments; the tensors travel apart."""
 
     index: int
@@ -27,7 +27,7 @@ class Microbatch:
     home: int
     """The rank whose data it is."""
     leaves: Tuple[Any, ...]
-    """Leaves of (args, kwargs); tensors are ``TensorSlot``s."""
+    """Leaves of (args, kwargs); tensors are ``TensorLeaf``s."""
     structure: Any
     """How the leaves nest."""
     input_bytes: int

@@ -9,8 +9,9 @@ import psutil
 import pytest
 import torch
 
-import mobius_ds.runtime.dram.shared_memory as shared_memory
-from mobius_ds.runtime.dram.shared_memory import ALIGNMENT, ActivationStore, Arena, Handle, Region, aligned
+import mobius_ds.runtime.dram.activations as activations_module
+from mobius_ds.runtime.dram.activations import ActivationStore, Arena
+from mobius_ds.runtime.dram.shared_memory import ALIGNMENT, Handle, Region, aligned
 from mobius_ds.runtime.ranks.errors import PipelineError
 from tests.ranks import run_ranks
 from tests.runtime.jobs import config, initialize, language_model, mine
@@ -95,7 +96,7 @@ def test_freed_room_is_used_again_for_other_sizes():
 
 
 def test_an_arena_grows_over_segments(monkeypatch):
-    monkeypatch.setattr(shared_memory, "SEGMENT_BYTES", 4096)
+    monkeypatch.setattr(activations_module, "SEGMENT_BYTES", 4096)
     store = ActivationStore(0)
     placed = [put(store, torch.full((300,), float(number))) for number in range(12)]  # three in a segment
     large = put(store, torch.full((5000,), -1.0))  # a segment of its own size
@@ -109,7 +110,7 @@ def test_an_arena_grows_over_segments(monkeypatch):
 def hand_over() -> bool:
     import torch.distributed as dist
     rank = dist.get_rank()
-    shared_memory.SEGMENT_BYTES = 4096
+    activations_module.SEGMENT_BYTES = 4096
     store = ActivationStore(rank)
     tensors = [make() for _, make in sorted(TENSORS.items()) for _ in range(20)] if rank == 0 else []
     box = [[put(store, tensor) for tensor in tensors], tensors]
