@@ -45,7 +45,7 @@ ROOMS: Dict[str, Room] = {
     "runtime/device": _room("inputs schedule runtime/ranks", _BOTH),
     "machine": _room("names inputs runtime/device", "torch"),
     "runtime/dram": _room("inputs schedule machine runtime/ranks runtime/device", _BOTH),
-    "runtime/record": _room("inputs schedule simulation", _BOTH),
+    "runtime/record": _room("inputs schedule simulation", "deepspeed"),
     "runtime/job": _room("config names inputs schedule prediction planner model profiling machine runtime/dram", _BOTH),
     "runtime/sweeps": _room("config inputs schedule model profiling runtime/ranks runtime/device runtime/dram "
                             "runtime/record runtime/job", _BOTH),
@@ -53,13 +53,13 @@ ROOMS: Dict[str, Room] = {
     "runtime/checkpoint": _room("names runtime/ranks runtime/dram runtime/sweeps runtime/optimizer", _BOTH),
     "runtime/engine": _room("config names inputs simulation runtime/ranks runtime/device runtime/dram runtime/sweeps "
                             "runtime/optimizer runtime/checkpoint", _BOTH),
-    "observation": _room("names inputs simulation runtime/ranks runtime/device", _BOTH),
+    "observation": _room("inputs simulation runtime/ranks runtime/device", _BOTH),
     "plugin": _room("config names observation runtime/dram runtime/checkpoint runtime/engine", _BOTH),
     "reporting/comparison": _room("names inputs schedule simulation runtime/device runtime/record observation"),
     "reporting/page": _room("inputs schedule simulation runtime/device reporting/comparison"),
     "reporting": _room("config names inputs schedule simulation prediction planner profiling machine runtime/engine "
-                       "runtime/record observation reporting/comparison reporting/page", _BOTH),
-    "emulation": _room("config names inputs schedule simulation prediction planner model profiling machine "
+                       "runtime/record observation reporting/comparison reporting/page", "deepspeed"),
+    "emulation": _room("config inputs schedule simulation prediction planner model profiling machine "
                        "runtime/device runtime/dram runtime/job runtime/sweeps observation reporting", _BOTH),
     "cli": _room(),
 }

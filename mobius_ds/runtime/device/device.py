@@ -43,6 +43,18 @@ class Event:
         """Waits until the work has been issued (on CPU: done) and returns its result or raises its error."""
         return self.future.result(timeout)
 
+    def abandon(self, is_callers: bool) -> None:
+        """Ends all waiting for it, where an interrupt keeps it from ever being told. What a stream is at is left to it.
+
+        Args:
+            is_callers: whether the work is the calling thread's own, so that nobody is at it any more.
+        """
+        if not self.future.cancel() and is_callers and not self.future.done():
+            self.future.set_exception(CancelledError())
+        # An interrupt may also come between a result and the word of it to those who wait: the future then counts as done.
+        with self.future._condition:
+            self.future._condition.notify_all()
+
 
 class WorkStream:
     """A queue of work with its own thread, and on an accelerator its own stream there."""
@@ -110,6 +122,8 @@ class Device:
 
         An error goes to whoever asks ``event`` for its result.
         """
+        if not event.future.set_running_or_notify_cancel():
+            return  # it was abandoned
         try:
             for earlier in after:
                 earlier.result()

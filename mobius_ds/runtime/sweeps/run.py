@@ -5,6 +5,7 @@ What a task gives is read from its event on the same rank, and comes as a messag
 
 from collections import defaultdict
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Dict, List, NamedTuple, Optional, Tuple
@@ -100,11 +101,10 @@ class ScheduleRun:
     def _abandon(self, queued: List[Event]) -> None:
         """Returns when nothing of this sweep runs any more: only then may the error reach the script."""
         for task in self._tasks:
-            future = self.events[task.key].future
-            if task.stream is Stream.COMPUTE and not future.done():  # an interrupt left the rest of compute undone
-                future.set_exception(CancelledError())
+            self.events[task.key].abandon(is_callers=task.stream is Stream.COMPUTE)
         for event in queued:
-            event.future.exception()
+            with suppress(CancelledError):
+                event.future.exception()
 
     # One task.
 

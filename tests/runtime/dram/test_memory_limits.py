@@ -4,85 +4,26 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Dict, List, Tuple
 from unittest import mock
 
-import psutil
 import pytest
 import torch
-from accelerate.utils.memory import find_executable_batch_size, should_reduce_batch_size
 from torch import nn
 
 from mobius_ds.inputs.units import GIB
-from mobius_ds.machine.host_memory import available_dram, binding_cap, caps, total_dram
 from mobius_ds.reporting.comparison.building import build_report
 from mobius_ds.reporting.comparison.tables import table_rows
 from mobius_ds.runtime.device import pinning
 from mobius_ds.runtime.dram.memory_estimate import Dram, check_dram, state_tensors
 from mobius_ds.runtime.ranks.errors import OutOfMemory
-from mobius_ds.runtime.sweeps import pipeline
 from tests.features import survives
 from tests.ranks import run_ranks
+from tests.runtime.device.test_device_memory import section, train
 from tests.runtime.dram.loading_jobs import available
-from tests.runtime.jobs import config, failure, initialize, language_model, mine, rank_and_size, tokens
+from tests.runtime.jobs import failure, initialize, language_model, rank_and_size
 
 MIB = 2**20
-
-
-def section(**mobius: Any) -> Dict[str, Any]:
-    return {**config(), "mobius": {"enabled": True, "timeout_seconds": 60, **mobius}}
-
-
-def train(engine: Any, steps: int, batch: int = 2) -> List[float]:
-    losses = []
-    for step in range(steps):
-        rank, size = rank_and_size()
-        loss = engine(*tokens(step * size + rank, batch)).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
-# Control groups.
-
-def group(root: Path, name: str, **files: Any) -> None:
-    folder = root / "sys/fs/cgroup" / name
-    folder.mkdir(parents=True, exist_ok=True)
-    for file, content in files.items():
-        (folder / file.replace("__", ".")).write_text(f"{content}\n")
-
-
-def own_groups(root: Path, text: str) -> Tuple[Path, Path]:
-    (root / "proc/self").mkdir(parents=True)
-    (root / "proc/self/cgroup").write_text(text)
-    return root / "sys", root / "proc"
-
-
-def test_the_tightest_control_group_counts_without_the_cache_of_files(tmp_path):
-    group(tmp_path, "", memory__current=9 * GIB)  # the root has no limit
-    group(tmp_path, "jobs", memory__max=3 * GIB, memory__current=2 * GIB,
-          memory__stat=f"anon {GIB}\ninactive_file {GIB // 2}\nactive_file {GIB // 4}\nshmem 99")
-    group(tmp_path, "jobs/mine", memory__max="max", memory__current=GIB)
-    where = own_groups(tmp_path, "1:name=systemd:/\n0::/jobs/mine\n")
-    assert [(cap.group, cap.limit, cap.available) for cap in caps(*where)] == [("/jobs", 3 * GIB, 7 * GIB // 4)]
-    assert available_dram(*where) == 7 * GIB // 4 and total_dram(*where) == 3 * GIB
-    assert binding_cap(*where).group == "/jobs"
-
-
-@pytest.mark.parametrize("name", ["", "slurm/job_7"])
-def test_control_groups_of_version_1_are_read_whether_or_not_a_container_shows_its_name(tmp_path, name):
-    group(tmp_path, f"memory/{name}", memory__limit_in_bytes=2 * GIB, memory__usage_in_bytes=GIB,
-          memory__stat=f"inactive_file 7\ntotal_inactive_file {GIB // 2}\ntotal_active_file 0")
-    where = own_groups(tmp_path, "4:memory,cpu:/slurm/job_7\n0::/\n")
-    assert available_dram(*where) == 3 * GIB // 2
-
-
-def test_without_a_limit_the_machine_counts(tmp_path):
-    group(tmp_path, "memory", memory__limit_in_bytes=2**63 - 4096, memory__usage_in_bytes=GIB)
-    where = own_groups(tmp_path, "4:memory:/\n")
-    assert total_dram(*where) == psutil.virtual_memory().total and binding_cap(*where) is None
-    assert caps(tmp_path / "nothing", tmp_path / "nothing") == []
 
 
 # The host's memory, asked before it runs out.
@@ -309,144 +250,3 @@ def test_the_report_has_a_row_where_something_was_pinned_or_refused():
     assert rows() == {}
     assert rows(pinned_bytes=2_000_000) == {"host memory mapped and pinned, all ranks, MB": ["0.00", "2.00"]}
     assert rows(pageable_bytes=3_000_000) == {"could not be pinned, MB": ["0.00", "3.00"]}
-
-
-# The device's memory.
-
-ALLOCATION = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 24.00 GiB, 1.00 GiB is free."
-
-
-class Exhausting(torch.autograd.Function):
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise torch.OutOfMemoryError(ALLOCATION)
-
-
-def raising(error: Callable[[], Any]) -> Callable:
-    def forward(x):
-        error()
-    return forward
-
-
-def exhausted() -> List[Tuple[str, bool, bool]]:
-    def no_memory() -> None:
-        raise torch.OutOfMemoryError(ALLOCATION)
-
-    rank, _ = rank_and_size()
-    found = []
-    for kind in ("forward", "backward", "host allocator"):
-        engine = initialize(language_model(), section(layers_per_stage=1))
-        train(engine, 1)
-        if rank == 1:
-            up = engine.module.blocks[2].up  # layer 3
-            own = up.forward
-            up.forward = {"forward": raising(no_memory), "backward": lambda x: Exhausting.apply(own(x)),
-                          "host allocator": raising(lambda: torch.empty(2**60))}[kind]
-        try:
-            train(engine, 1)
-        except torch.OutOfMemoryError as error:
-            found.append((f"{type(error).__name__}: {error}", should_reduce_batch_size(error), error.__cause__ is not None))
-        finally:
-            engine.destroy()
-    return found
-
-
-@survives("Memory", "the device runs out of memory in the forward or backward of a stage",
-          "`torch.OutOfMemoryError` on every rank, which names stage, layers, microbatch, what was wanted, what is held, "
-          "and the settings that help")
-def test_a_device_out_of_memory_is_one_error_on_every_rank():
-    others, owners = run_ranks(2, exhausted)
-    wants = (ALLOCATION, ALLOCATION, f"you tried to allocate {4 * 2**60}")
-    for (said, reduce, _), wanted, doing in zip(owners, wants, ("forward", "backward", "forward")):
-        assert said.startswith("DeviceOutOfMemory: the device of rank 1 is out of memory. ")
-        assert f"In {doing} of stage 3 (blocks.2) for microbatch 0 of rank 0: " in said and wanted in said
-        assert "are held for two slots, their gradients and boundary activations" in said
-        assert all(setting in said for setting in ("train_micro_batch_size_per_gpu", '"stages"', "device_memory_gb"))
-        assert reduce
-    assert all(caused for _, _, caused in owners)
-    for (said, reduce, _), (owned, _, _) in zip(others, owners):
-        assert said.startswith("PeerOutOfMemory: rank 1 is gone (") and owned in said and reduce
-
-
-def searching() -> Tuple[List[int], List[float]]:
-    tried: List[int] = []
-
-    @find_executable_batch_size(starting_batch_size=8)
-    def attempt(batch_size: int) -> List[float]:
-        tried.append(batch_size)
-        model = language_model()
-        if rank_and_size()[0] == 1:  # where the first forward that is too large fails
-            up, own = model.blocks[2].up, model.blocks[2].up.forward
-            up.forward = lambda x: raising(lambda: (_ for _ in ()).throw(torch.OutOfMemoryError(ALLOCATION)))(x) \
-                if len(x) > 2 else own(x)
-        engine = initialize(model, section(layers_per_stage=1))
-        losses = train(engine, 2, batch_size)
-        engine.destroy()
-        return losses
-
-    return tried, attempt()
-
-
-def test_accelerates_search_for_a_batch_size_goes_on_with_a_new_engine():
-    for tried, losses in run_ranks(2, searching):
-        assert tried[0] == 8 and tried[-1] <= 2 < tried[-2] and len(losses) == 2
-
-
-def over_the_budget() -> str:
-    engine = initialize(language_model(), section(layers_per_stage=1, device_memory_gb=36_000 / GIB))
-    train(engine, 1)
-    said = failure(lambda: train(engine, 1, batch=64))
-    engine.destroy()
-    return said
-
-
-def test_a_larger_micro_batch_than_was_planned_for_names_the_budget():
-    for rank, said in enumerate(run_ranks(2, over_the_budget)):
-        assert "boundary activations of two microbatches needs" in said and "budget (device_memory_gb)" in said
-        assert "In reserving room for its stages, most of it for the weights of stage " in said
-        assert "train_micro_batch_size_per_gpu" in said
-
-
-# The planner's memory model.
-
-MODELS: Dict[str, Callable[[], nn.Module]] = {
-    "plain": language_model,
-    "tied": lambda: language_model(tied=True),
-    "unused": lambda: language_model(unused=True),
-    "first half frozen": lambda: language_model(blocks=8, frozen=4),
-}
-PLANS = [1, 2, 3, None]
-FROZEN_BESIDE_TRAINED = [1, 4, 4, 1]
-"""For ten layers: rank 1 has a stage of frozen blocks and one of the trained head."""
-
-
-def measured_and_needed() -> List[Tuple[str, int, int, int]]:
-    """Name, what training alone took, what reading outputs and evaluating took besides, and what was needed of a device."""
-    rank, _ = rank_and_size()
-    found = []
-    for name, make in MODELS.items():
-        for layers in [*PLANS, *([FROZEN_BESIDE_TRAINED] if name == "first half frozen" else [])]:
-            with mock.patch.object(pipeline, "gpu_needs", wraps=pipeline.gpu_needs) as asked:
-                needs: List[Any] = []
-                asked.side_effect = lambda *of: needs.extend(asked.__dict__["_mock_wraps"](*of)) or needs
-                engine = initialize(make(), section(**({"layers_per_stage": layers} if layers else {})))
-                train(engine, 2)
-            trained = engine.peak_device_bytes()
-            engine(*mine(0)).logits.sum()
-            with torch.no_grad():
-                engine(*mine(1))
-            train(engine, 1)
-            found.append((f"{name}, {layers}", trained, engine.peak_device_bytes(), needs[rank].total))
-            engine.destroy()
-    return found
-
-
-def test_a_device_takes_no_more_than_the_plan_says_and_not_much_less():
-    for found in run_ranks(2, measured_and_needed, timeout=240):
-        for name, trained, peak, needed in found:
-            assert trained <= peak <= needed <= 1.1 * trained, name

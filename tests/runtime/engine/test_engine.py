@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import sys
 from typing import Any, Callable, Dict
 
 import pytest
@@ -436,20 +435,3 @@ def under_autocast() -> Dict[str, Any]:
 def test_autocast_holds_in_the_recomputation_as_well():
     [result] = run_ranks(1, under_autocast)
     assert result == {"section": (True,) * 4, "by hand": (True,) * 4}
-
-
-MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
-
-
-def trained_without_muon() -> bool:
-    """Whether a job that does not use DeepSpeed's Muon does not import it either, which would load torch's compiler."""
-    sys.modules.pop(MUON, None)
-    engine = initialize(language_model(), config())
-    engine.backward(engine(*mine(0)).loss)
-    engine.step()
-    engine.destroy()
-    return MUON not in sys.modules
-
-
-def test_the_compiler_is_not_loaded_for_an_optimizer_that_is_not_used():
-    assert run_ranks(1, trained_without_muon) == [True]

@@ -1,5 +1,6 @@
 """The optimizer: updates bit-equal to the unsplit model's, whoever made the optimizer and the scheduler."""
 
+import sys
 from typing import Any, Callable, Dict, List
 
 import pytest
@@ -224,3 +225,20 @@ def test_clipping_bounds_the_norm_over_all_ranks():
         assert result["norm"] == pytest.approx(norm, rel=1e-5)
         assert result["moved"] == pytest.approx(0.01, rel=1e-2)
         assert "closures" in result["closure"]
+
+
+MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
+
+
+def trained_without_muon() -> bool:
+    """Whether a job that does not use DeepSpeed's Muon does not import it either, which would load torch's compiler."""
+    sys.modules.pop(MUON, None)
+    engine = initialize(language_model(), config())
+    engine.backward(engine(*mine(0)).loss)
+    engine.step()
+    engine.destroy()
+    return MUON not in sys.modules
+
+
+def test_the_compiler_is_not_loaded_for_an_optimizer_that_is_not_used():
+    assert run_ranks(1, trained_without_muon) == [True]

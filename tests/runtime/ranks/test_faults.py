@@ -1,151 +1,27 @@
-"""What goes wrong on one rank ends the job on all: soon, with one clear error each, and nothing stays behind."""
+"""A rank that dies, raises or is late ends the job on all: soon, with one clear error each, and nothing stays behind."""
 
-import gc
 import os
 import re
 import signal
 import subprocess
 import threading
 import time
+from concurrent.futures import Future
+from concurrent.futures._base import FINISHED
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, List
 
 import pytest
 import torch
-from torch import nn
 
 from mobius_ds.inputs.units import GIB
 from mobius_ds.runtime.checkpoint import checkpoint_files, saved_model
-from mobius_ds.runtime.sweeps.stage_work import ACTIONS
 from mobius_ds.schedule.tasks import Kind
 from tests.features import survives
-from tests.ranks import outcomes_of_ranks, run_ranks
-from tests.runtime.jobs import (config, endless, failure, initialize, language_model, mine, rank_and_size, tokens,
-                                weights)
-
-LONG = 100.0
-"""Seconds that no rank waits for which hears of another one's end: that takes milliseconds, on a busy machine seconds."""
-
-
-def settings(**mobius: Any) -> Dict[str, Any]:
-    section = {"enabled": True, "layers_per_stage": 1, "timeout_seconds": 2 * LONG, **mobius}
-    return {**config(), "mobius": {key: value for key, value in section.items() if value is not None}}
-
-
-def train(engine: Any, steps: int, first: int = 0) -> List[float]:
-    losses = []
-    for step in range(first, first + steps):
-        loss = engine(*mine(step)).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
-class Ended:
-    """How a job ended on one rank."""
-
-    def __init__(self, error: Optional[BaseException], result: Any = None):
-        self.kind = type(error).__name__
-        self.text = "\n".join([str(error), *getattr(error, "__notes__", ())])
-        self.at = time.time()
-        self.result = result
-
-    def __repr__(self) -> str:
-        return f"{self.kind}: {self.text}"
-
-
-def ending(directory: Path, job: Callable, mobius: Dict[str, Any] = {}, *args: Any) -> Ended:
-    """Runs ``job(engine, *args)`` to its end, whatever that is, and leaves the pipeline in order."""
-    directory.joinpath(f"pid {os.getpid()}").touch()
-    engine = initialize(language_model(), settings(**mobius))
-    try:
-        return Ended(None, job(engine, *args))
-    except BaseException as error:
-        return Ended(error)
-    finally:
-        engine.destroy()
-
-
-def endings(directory: Path, ranks: int, job: Callable, *args: Any) -> List[Optional[Ended]]:
-    """How ``job`` ended on every rank; None where the process was killed. Nothing of the job is left afterwards."""
-    outcomes = outcomes_of_ranks(ranks, ending, directory, job, *args)
-    assert not any(outcome.error for outcome in outcomes), outcomes
-    assert all(outcome.exit_code is not None for outcome in outcomes), "a rank hung"
-    assert_nothing_left(directory, ranks)
-    return [outcome.result for outcome in outcomes]
-
-
-def assert_nothing_left(directory: Path, ranks: int) -> None:
-    pids = [path.name.split()[1] for path in directory.glob("pid *")]
-    assert len(pids) == ranks
-    # Their regions have no name, so they are gone with the last process.
-    assert not [pid for pid in pids if Path("/proc", pid).exists()]
-    assert not [name for name in os.listdir("/dev/shm") if "mobius" in name]
-
-
-# Memory.
-
-def one_step(engine: Any) -> Any:
-    before = weights(engine.module)
-    try:
-        return train(engine, 1)
-    except Exception:
-        assert all(torch.equal(before[name], weight) for name, weight in weights(engine.module).items())
-        raise
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_budget_too_small_for_a_layer_is_one_error_on_every_rank(tmp_path, ranks):
-    ended = endings(tmp_path, ranks, one_step, {"device_memory_gb": 1e-6, "layers_per_stage": None})
-    for end in ended:
-        assert end.kind == "InfeasiblePlan" and end.text == ended[0].text
-        assert re.search(r"needs \d+\.\d\d KiB", end.text) and "the budget is 1.05 KiB" in end.text
-        assert "device_memory_gb" in end.text and "stage " in end.text
-
-
-def budgeted() -> Any:
-    torch.manual_seed(0)
-    budget = 36_000
-    ample = initialize(language_model(), settings(layers_per_stage=None))
-    expected = train(ample, 2)
-    fewest = ample.pipeline.plan.stages
-    ample.destroy()
-    tight = initialize(language_model(), settings(layers_per_stage=None, device_memory_gb=budget / GIB))
-    losses = train(tight, 2)
-    result = fewest, tight.pipeline.plan.stages, tight.peak_device_bytes() <= budget, losses == expected
-    tight.destroy()
-    return result
-
-
-def test_a_middling_budget_makes_more_stages_and_changes_no_number():
-    [(fewest, stages, within, same)] = run_ranks(1, budgeted)
-    assert fewest == 2 < stages <= 6
-    assert within and same
-
-
-# A rank that dies.
-
-def at(kind: Kind, stage: int, act: Callable[[], Any]) -> None:
-    """Lets this rank ``act`` in its next task of a kind and stage."""
-    action = ACTIONS[kind]
-
-    def acting(work: Any, task: Any, given: Any) -> Any:
-        if task.key.stage == stage:
-            act()
-        return action.do(work, task, given)
-
-    ACTIONS[kind] = action._replace(do=acting)
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def terminate() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(60)
+from tests.ranks import outcomes_of_ranks
+from tests.runtime.jobs import endless, mine, rank_and_size
+from tests.runtime.ranks.endings import LONG, at, bug, die, ending, endings, terminate, train
 
 
 def train_with_death(engine: Any, directory: str, victim: int, place: str, act: Callable[[], None]) -> None:
@@ -297,8 +173,28 @@ def interrupted_while_waiting(engine: Any) -> None:
     train(engine, 1, first=1)
 
 
+def interrupted_before_it_tells(engine: Any) -> None:
+    """Between a task's result and the word of it to the threads that wait for it."""
+    train(engine, 1)
+    tell, told = Future.set_result, []
+
+    def interrupted(future: Future, result: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            told.append(result)
+            if len(told) == 2:
+                with future._condition:
+                    time.sleep(0.3)  # until those that wait are asleep
+                    future._result, future._state = result, FINISHED
+                    raise KeyboardInterrupt
+        tell(future, result)
+
+    if rank_and_size()[0] == 1:
+        Future.set_result = interrupted
+    train(engine, 1, first=1)
+
+
 @survives("Ranks", "an interrupt of one rank, while it computes or waits", "it is interrupted, and the others end at once")
-@pytest.mark.parametrize("job", [interrupted_in_compute, interrupted_while_waiting])
+@pytest.mark.parametrize("job", [interrupted_in_compute, interrupted_while_waiting, interrupted_before_it_tells])
 def test_an_interrupt_hangs_nobody(tmp_path, job):
     first, second = endings(tmp_path, 2, job)
     assert second.kind == "KeyboardInterrupt"
@@ -316,14 +212,6 @@ def goes_on_after_an_error(engine: Any) -> List[float]:
 def test_a_single_rank_may_go_on_after_an_error(tmp_path):
     [end] = endings(tmp_path, 1, goes_on_after_an_error, {"device_memory_gb": 36_000 / GIB})
     assert end.kind == "NoneType" and len(end.result) == 2
-
-
-class Bug(Exception):
-    """Of the script."""
-
-
-def bug(*_: Any, **__: Any) -> None:
-    raise Bug("in line 7")
 
 
 def train_with_bug(engine: Any, place: str) -> None:
@@ -358,36 +246,6 @@ def test_an_exception_in_the_scripts_own_code_is_quoted_by_the_others(tmp_path, 
     ended = endings(tmp_path, 2, train_with_bug, {}, place)
     assert ended[victim].kind == "Bug"
     assert ended[1 - victim].kind == "PeerLost" and said in ended[1 - victim].text, ended
-
-
-# Ranks out of step.
-
-def another_call(engine: Any) -> None:
-    loss = engine(*mine(0)).loss
-    engine.backward(loss)
-    if rank_and_size()[0] == 0:
-        engine.step()
-    else:
-        engine(*mine(1))
-
-
-@survives("Ranks", "a rank that makes one forward fewer, or another call", "one error on each rank that names both calls")
-def test_different_calls_are_named_on_both_ranks(tmp_path):
-    first, second = endings(tmp_path, 2, another_call)
-    assert first.kind == second.kind == "OutOfStep"
-    assert "rank 0 is in engine.step, but rank 1 is in forward" in first.text
-    assert "rank 1 is in forward, but rank 0 is in engine.step" in second.text
-
-
-def fewer_steps(engine: Any) -> None:
-    train(engine, 3 - rank_and_size()[0])
-
-
-@survives("Ranks", "a rank that makes one step fewer", "the others end with one error: it has left, check for uneven data")
-def test_a_rank_that_stops_early_has_left(tmp_path):
-    first, second = endings(tmp_path, 2, fewer_steps)
-    assert second.kind == "NoneType"
-    assert first.kind == "PeerLost" and "rank 1, which has left" in first.text and "uneven data" in first.text
 
 
 # A rank that is late.
@@ -446,136 +304,3 @@ def test_a_rank_that_is_late_is_named_by_all_others(tmp_path, ranks, victim, pla
         assert re.search(r"its last message, \d+\.\d s ago, was (its part of engine.step|P1 of forward)", end.text), end
     assert f"rank {victim} comes too late" in ended[victim].text
     assert sum("gives up" in end.text for end in ended) <= ranks - 2
-
-
-def other_numbers_of_microbatches() -> Ended:
-    rank, _ = rank_and_size()
-    engine = initialize(language_model(), {**settings(), "gradient_accumulation_steps": 1 + rank})
-    try:
-        return Ended(None, engine.train_batch(endless()))
-    except Exception as error:
-        return Ended(error)
-    finally:
-        engine.destroy()
-
-
-@survives("Ranks", "ranks with different numbers of microbatches", "one error on all that lists the numbers")
-def test_different_numbers_of_microbatches_are_an_error():
-    for end in run_ranks(2, other_numbers_of_microbatches):
-        assert end.kind == "OutOfStep" and "[1, 2]" in end.text
-
-
-def runs_dry(engine: Any) -> None:
-    data = iter([mine(step) for step in range(2 - rank_and_size()[0])])
-    engine.train_batch(data)
-    engine.train_batch(data)
-
-
-@survives("Ranks", "data that runs dry on one rank in a batch", "StopIteration there, one error on the others")
-def test_data_that_runs_dry_on_one_rank_ends_the_other(tmp_path):
-    first, second = endings(tmp_path, 2, runs_dry)
-    assert second.kind == "StopIteration"
-    assert first.kind == "PeerLost" and "rank 1" in first.text
-
-
-# Batches that differ between ranks.
-
-def odd_batch(rank: int):
-    ids, labels = tokens(rank, batch=3 - 2 * rank)
-    return (ids, labels) if rank == 0 else (ids[:, :4], labels[:, :4])
-
-
-def odd_batches() -> Any:
-    rank, size = rank_and_size()
-    alone = language_model()
-    losses = [alone(*odd_batch(other)).loss for other in range(size)]
-    (sum(losses) / size).backward()
-    engine = initialize(language_model(), {**settings(), "optimizer": {"type": "SGD", "params": {"lr": 1.0}}})
-    before = weights(engine.module)
-    ids, labels = odd_batch(rank)
-    loss = (engine(ids, labels) if rank == 0 else engine(labels=labels, ids=ids)).loss
-    engine.backward(loss)
-    engine.step()
-    for name, weight in weights(engine.module).items():
-        torch.testing.assert_close(before[name] - weight, dict(alone.named_parameters())[name].grad, rtol=1e-4, atol=1e-6)
-    engine.destroy()
-    return loss.item(), losses[rank].item()
-
-
-def test_batches_of_other_sizes_and_structures_count_as_in_the_unsplit_model():
-    for loss, expected in run_ranks(2, odd_batches):
-        assert loss == pytest.approx(expected, abs=1e-6)
-
-
-# After the end.
-
-def left_open() -> Any:
-    """Threads of pipelines, their files in memory, and sockets between ranks; the process group's own are not counted."""
-    local = {line.split()[6] for line in Path("/proc/net/unix").read_text().splitlines()[1:]}
-    files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-    return ([thread.name for thread in threading.enumerate() if thread.name.startswith("mobius")],
-            sum("memfd:mobius_ds" in file for file in files), sum(file[len("socket:["):-1] in local for file in files))
-
-
-def settled() -> Any:
-    deadline = time.monotonic() + 60
-    while left_open()[0] and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return left_open()
-
-
-def many_engines() -> Any:
-    before, found = left_open(), []
-    for _ in range(3):
-        model: nn.Module = language_model()
-        engine = initialize(model, settings())
-        train(engine, 1)
-        expected = weights(model)
-        engine.destroy()
-        engine.destroy()
-        assert all(torch.equal(expected[name], weight) for name, weight in weights(model).items())
-        loss = model(*tokens(0)).loss
-        loss.backward()
-        assert loss.item() > 0 and model.head.weight.grad is not None
-        del engine, loss
-        gc.collect()
-        found.append(settled())
-    return before, found
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_engines_leave_no_thread_and_no_file_and_a_working_module(ranks):
-    for (_, _, sockets), found in run_ranks(ranks, many_engines):
-        the_modules_own = 2  # the file that holds its weights, and its mapping of it
-        assert found == [([], the_modules_own, sockets)] * 3
-
-
-def train_after(change: Callable[[nn.Module], Any]) -> Any:
-    engine = initialize(language_model(), settings())
-    train(engine, 1)
-    change(engine.module)
-    said = failure(lambda: train(engine, 1, first=1))
-    engine.destroy()
-    return said
-
-
-def replace_data(module: nn.Module) -> None:
-    for parameter in module.parameters():
-        parameter.data = parameter.data.clone()  # what moving to another device and back does
-
-
-def load_by_assignment(module: nn.Module) -> None:
-    module.load_state_dict({name: tensor.clone() for name, tensor in module.state_dict().items()}, assign=True)
-
-
-def cast(module: nn.Module) -> None:
-    module.half()
-
-
-@pytest.mark.parametrize("change, said", [
-    (replace_data, "'tokens.weight' has left the memory"), (load_by_assignment, "'tokens.weight' has left the memory"),
-    (cast, "'tokens.weight' has left the memory"),
-])
-def test_parameters_that_are_no_longer_the_trained_ones_are_named(change, said):
-    for error in run_ranks(2, train_after, change):
-        assert error.startswith("RuntimeError") and said in error
