@@ -9,9 +9,6 @@ CACHE_VARIABLE = "MOBIUS_DS_CACHE"
 RECORD_VARIABLE = "MOBIUS_DS_RECORD"
 """A folder: every engine of the process records its steps there, for ``mobius-ds compare``."""
 
-PROFILE_VARIABLE = "MOBIUS_DS_PROFILE"
-"""A file: the job writes its profile there, for a GPU of 1 FLOP/s, and ends before training."""
-
 ADOPTED = "_mobius"
 """Attribute of a parameter that lies in a pipeline's store: what answers for it."""
 

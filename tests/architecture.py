@@ -54,7 +54,8 @@ ROOMS: Dict[str, Room] = {
     "runtime/engine": _room("config names inputs simulation runtime/ranks runtime/device runtime/dram runtime/sweeps "
                             "runtime/optimizer runtime/checkpoint", _BOTH),
     "observation": _room("inputs simulation runtime/ranks runtime/device", _BOTH),
-    "plugin": _room("config names observation runtime/dram runtime/checkpoint runtime/engine", _BOTH),
+    "plugin": _room("config names inputs profiling observation runtime/dram runtime/checkpoint runtime/job "
+                    "runtime/sweeps runtime/engine", _BOTH),
     "reporting/comparison": _room("names inputs schedule simulation runtime/device runtime/record observation"),
     "reporting/page": _room("inputs schedule simulation runtime/device reporting/comparison"),
     "reporting": _room("config names inputs schedule simulation prediction planner profiling machine runtime/engine "

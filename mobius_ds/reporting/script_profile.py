@@ -12,7 +12,7 @@ from typing import Sequence
 import psutil
 
 from mobius_ds.inputs.profile import ModelProfile, profile_from_json
-from mobius_ds.names import FLAG_VARIABLE, PROFILE_VARIABLE
+from mobius_ds.names import FLAG_VARIABLE
 
 PACKAGE = Path(__file__).resolve().parents[1]
 LAST_LINES = 30
@@ -42,8 +42,8 @@ def _run(script: Path, arguments: Sequence[str], profile: Path, folder: Path) ->
     # The plugin is loaded in the script's process whether or not the package is installed there.
     path = os.pathsep.join(filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1", "--log-dir",
-               str(folder), "--module", "mobius_ds.plugin.launcher", str(script), *arguments]
-    environment = {**os.environ, "PYTHONPATH": path, FLAG_VARIABLE: "1", PROFILE_VARIABLE: str(profile)}
+               str(folder), "--module", "mobius_ds.plugin.profiled_script", str(profile), str(script), *arguments]
+    environment = {**os.environ, "PYTHONPATH": path, FLAG_VARIABLE: "1"}
     with (folder / "output").open("w") as output:
         job = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         try:

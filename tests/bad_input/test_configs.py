@@ -26,10 +26,10 @@ SECTION = [
     Case("enabled is no flag", {"enabled": "maybe"}, "enabled: Input should be a valid boolean, got 'maybe'"),
     Case("no stages", {"stages": 0}, "stages: Input should be greater than or equal to 1, got 0"),
     Case("stages is a flag", {"stages": True}, "stages: Input should be a valid integer, got True"),
-    Case("more stages than layers", {"stages": 99}, "the model has only 6 layers. Ask for 6 at most"),
     Case("layers_per_stage as text", {"layers_per_stage": "2"}, "should be a positive number, or a list of them"),
     Case("no layers_per_stage", {"layers_per_stage": []}, "should be a positive number, or a list of them"),
-    Case("layers_per_stage do not add up", {"layers_per_stage": [1, 1]}, "adds up to 2 layers, but the model has 6"),
+    Case("more stages than layers", {"stages": 99}, "the model has only 6 layers. Ask for 6 at most. If its layers run "
+         "several times in a forward, list layers_per_stage instead"),
     Case("stages and layers_per_stage", {"stages": 3, "layers_per_stage": 2}, "leave one of the two out"),
     Case("plan and stages", {"plan": "plan.json", "stages": 3}, "plan fixes the stages; leave stages"),
     Case("layers is no list", {"layers": "blocks.*"}, "layers: Input should be a valid list, got 'blocks.*'"),
@@ -38,7 +38,6 @@ SECTION = [
          "no module of LanguageModel matches the pattern 'blokcs.1' in \"mobius\": {\"layers\": ...}; did you mean "
          "'blocks.1'?"),
     Case("layers that are none", {"layers": ["transformer.h.*"]}, "Its modules are tokens, blocks, blocks.0"),
-    Case("no room on the device", {"device_memory_gb": 1e-6}, "are missing. Use more stages or fewer layers_per_stage"),
     Case("negative device memory", {"device_memory_gb": -1}, "device_memory_gb: Input should be greater than 0, got -1"),
     Case("endless device memory", {"device_memory_gb": float("inf")}, "device_memory_gb: Input should be a finite number"),
     Case("no time", {"timeout_seconds": 0}, "timeout_seconds: Input should be greater than 0, got 0"),
@@ -56,7 +55,13 @@ SECTION = [
     Case("a topology of fewer GPUs than ranks", {"topology": "4090-1"},
          "topology '4090-1' has 1 GPUs, but the job has 2 ranks. Start 1 at most, or name a larger one"),
 ]
-"""Of the "mobius" section."""
+"""Of the "mobius" section, said by ``deepspeed.initialize`` itself."""
+
+AT_FIRST_FORWARD = [
+    Case("layers_per_stage do not add up", {"layers_per_stage": [1, 1]}, "adds up to 2 layers, but the model has 6"),
+    Case("no room on the device", {"device_memory_gb": 1e-6}, "are missing. Use more stages or fewer layers_per_stage"),
+]
+"""Of the "mobius" section as well, where only a forward shows which layers are run, and with what."""
 
 DEEPSPEED = [
     Case("NVMe for parameters", zero(offload_param=NVME), 'Mobius does not run "offload_param" to nvme: the model and its '
@@ -99,14 +104,18 @@ HARMLESS = {
 """Settings of what Mobius replaces or ignores."""
 
 
-def trained(sections: Dict[str, Any], section: Any = None, steps: int = 1) -> list:
-    """The losses of a job with these sections; ``section``: in its "mobius" section, or in place of it."""
-    settings = config(timeout_seconds=20.0, **sections)
+def with_section(section: Any, settings: Dict[str, Any]) -> Dict[str, Any]:
+    """``section``: in the "mobius" section, or in place of it."""
     if isinstance(section, dict):
         settings["mobius"].update(section)
     elif section is not None:
         settings["mobius"] = section
-    engine = initialize(language_model(), settings)
+    return settings
+
+
+def trained(sections: Dict[str, Any], section: Any = None, steps: int = 1) -> list:
+    """The losses of a job with these sections; for ``section`` see ``with_section``."""
+    engine = initialize(language_model(), with_section(section, config(timeout_seconds=20.0, **sections)))
     losses = []
     try:
         for step in range(steps):
@@ -127,8 +136,14 @@ def in_fp16(mobius: bool) -> Any:
         return str(error)
 
 
+def built(section: Any) -> None:
+    """Only ``deepspeed.initialize``."""
+    initialize(language_model(), with_section(section, config(timeout_seconds=20.0))).destroy()
+
+
 def every_config() -> Dict[str, Any]:
-    said = {case.what: failure(lambda: trained({}, case.input)) for case in SECTION}
+    said = {case.what: failure(lambda: built(case.input)) for case in SECTION}
+    said.update({case.what: failure(lambda: trained({}, case.input)) for case in AT_FIRST_FORWARD})
     plain = trained({}, steps=2)
     harmless = {what: trained(sections, steps=2) == plain for what, sections in HARMLESS.items()}
     harmless["nested patterns"] = trained({}, {"layers": ["blocks.*", "blocks.*.up"]}, steps=2) == plain
@@ -144,7 +159,7 @@ def every_config() -> Dict[str, Any]:
 @refused("Loops", "NVMe offload, tensor, sequence and expert parallelism, ZenFlow, Muon, L-BFGS", "Mobius does not run")
 def test_configs(tmp_path):
     results = run_ranks(2, every_config, env={CACHE_VARIABLE: str(tmp_path)})
-    check(SECTION + DEEPSPEED, [result["said"] for result in results])
+    check(SECTION + AT_FIRST_FORWARD + DEEPSPEED, [result["said"] for result in results])
     assert all(all(result["harmless"].values()) for result in results), results[0]["harmless"]
     for theirs, ours in (result["fp16"] for result in results):
         if get_accelerator().is_fp16_supported():

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from mobius_ds.model.discovery import find_units
+from mobius_ds.model.discovery import declared_layers, find_units
 from mobius_ds.model.errors import NotSplittable
 from tests.model.splitting import layers_of
 
@@ -91,3 +91,12 @@ def test_tied_parameters_have_one_name():
     model = Model(embed=nn.Embedding(4, 4), blocks=nn.ModuleList([linear()]), head=nn.Linear(4, 4, bias=False))
     model.head.weight = model.embed.weight
     assert find_units(model).parameters["head"] == find_units(model).parameters["embed"] == ("embed.weight",)
+
+
+def test_layers_are_counted_before_any_forward():
+    """Outer units between two layers are one, in the order in which the model has them; in any order, at most one each."""
+    model = nn.ModuleDict({"tokens": linear(), "blocks": nn.ModuleList([linear(), linear()]), "norm": linear(),
+                           "head": linear()})
+    assert declared_layers(model, find_units(model)) == (4, 5)
+    alone = nn.Sequential(linear(), linear())
+    assert declared_layers(alone, find_units(alone)) == (2, 2)

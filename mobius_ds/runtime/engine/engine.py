@@ -4,7 +4,7 @@ A ``DeepSpeedEngine`` whose module runs as a pipeline. Config, optimizers, sched
 loaders are DeepSpeed's own; this file replaces what moves parameters and gradients.
 """
 
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple, Type
 
 import torch
 from deepspeed.runtime.engine import ZERO_OPTIMIZATION
@@ -53,15 +53,18 @@ class MobiusEngine(WholeBatches):
 
     # The model.
 
+    pipeline_class: Type[Pipeline] = Pipeline
+    """Another one where the forward is to be profiled, not run."""
+
     def _configure_distributed_model(self, model: nn.Module) -> None:
         earlier = model.__dict__.get("forward")
         if isinstance(earlier, RoutedForward):
             earlier.put_back()  # of an engine that was not destroyed
             earlier.replaced = True
         super()._configure_distributed_model(model)
-        self.pipeline = Pipeline(model, self.mobius, self.global_rank, self.world_size, self.device, exchange,
-                                 self._optimizer_memory(), self._layers(model),
-                                 figures=self.monitor.enabled or self.wall_clock_breakdown())
+        self.pipeline = self.pipeline_class(model, self.mobius, self.global_rank, self.world_size, self.device, exchange,
+                                            self._optimizer_memory(), self._layers(model),
+                                            figures=self.monitor.enabled or self.wall_clock_breakdown())
         self._adopted = {name: _place(parameter) for name, parameter in model.named_parameters()}
         self._forwards: Dict[bool, int] = {}
         self._forwards_step = -1

@@ -4,23 +4,23 @@ Only what the job knows (its program, its device, its config) is brought togethe
 decided in ``mobius_ds.planner``.
 """
 
-import json
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Optional
 
 import torch
 from deepspeed.utils import logger
 
-from mobius_ds.inputs.topology import Gpu, Topology, TopologyError
+from mobius_ds.inputs.topology import Topology, TopologyError
 from mobius_ds.machine.topology_detection import detect_topology, topology_by_name
-from mobius_ds.names import CACHE_VARIABLE, PROFILE_VARIABLE
+from mobius_ds.names import CACHE_VARIABLE
 from mobius_ds.planner.plan_files import cached_plan, check_plan, from_json
 from mobius_ds.planner.planner import Request, explained, fingerprint
 from mobius_ds.profiling.computed import computed_profile
 from mobius_ds.profiling.measured import measured_profile
 from mobius_ds.runtime.job.job import Chosen, Job
+from mobius_ds.runtime.job.job_check import check_size
 from mobius_ds.runtime.job.job_memory import check_memory, missing_bytes
 from mobius_ds.schedule.plan import InfeasiblePlan, make_plan
 
@@ -32,11 +32,6 @@ def plan_job(job: Job) -> Chosen:
         InfeasiblePlan: the device memory does not allow it.
         ValueError: the config's plan or topology is not one for this job.
     """
-    if os.environ.get(PROFILE_VARIABLE):
-        traced = job.traced()
-        profile = computed_profile(traced, Gpu("of 1 FLOP/s", 1, 1.0), type(traced.entry.model).__name__)
-        Path(os.environ[PROFILE_VARIABLE]).write_text(json.dumps(asdict(profile)))
-        raise SystemExit(0)
     layers = len(job.reference.layer_starts())
     if layers < 1:
         raise InfeasiblePlan("the first forward ran none of the model's layers, so there is nothing to cut into stages. "
@@ -73,9 +68,7 @@ def _topology(job: Job) -> Optional[Topology]:
             return None
     else:
         return None
-    if topology.size < job.gpus:
-        raise TopologyError(f"topology {topology.name!r} has {topology.size} GPUs, but the job has {job.gpus} ranks. Start "
-                            f"{topology.size} at most, or name a larger one in \"mobius\": {{\"topology\": ...}}")
+    check_size(topology, job.gpus)
     topology = topology.select(range(job.gpus))
     if job.budget is None:
         return topology

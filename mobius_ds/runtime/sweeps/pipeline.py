@@ -13,7 +13,7 @@ from torch import nn
 
 from mobius_ds.config import MobiusConfig
 from mobius_ds.inputs.units import GIB
-from mobius_ds.model.discovery import find_units
+from mobius_ds.model.discovery import declared_layers, find_units
 from mobius_ds.model.intercept import Entry
 from mobius_ds.model.mode import Mode
 from mobius_ds.model.parts import Parts
@@ -30,6 +30,7 @@ from mobius_ds.runtime.dram.adoption import move_into_store
 from mobius_ds.runtime.dram.memory_estimate import Dram, OptimizerMemory, activation_bytes, check_dram, training_parts
 from mobius_ds.runtime.dram.store import ParameterStore
 from mobius_ds.runtime.job.job import Chosen, Job
+from mobius_ds.runtime.job.job_check import check_config
 from mobius_ds.runtime.job.job_memory import gpu_needs
 from mobius_ds.runtime.job.job_plan import plan_job
 from mobius_ds.runtime.ranks.errors import OutOfMemory, OutOfStep
@@ -65,8 +66,9 @@ class Pipeline:
 
     Raises:
         NotSplittable: the model has no layers.
+        InfeasiblePlan: the config asks for more stages than it has.
         OutOfMemory: DRAM does not hold the model.
-        ValueError: the trace cannot be written.
+        ValueError: the config's plan or topology cannot be one for this job, or the trace cannot be written.
     """
 
     def __init__(self, model: nn.Module, config: MobiusConfig, rank: int, world_size: int, device: torch.device,
@@ -79,6 +81,7 @@ class Pipeline:
         self.units = find_units(model, config.layers, layers)
         self.device = self._make_device(device)
         self.mailbox = Mailbox(rank, world_size, exchange, config.timeout_seconds)
+        self._check_config(model)
         self.recorder = self._make_recorder(figures)
         self.activations = ActivationStore(rank, self.device.register)
         with self.mailbox.told():
@@ -104,6 +107,18 @@ class Pipeline:
         self.keep_outputs = False
         self.slots = DEPTH
         """Stages whose weights a device holds at once; see the schedule."""
+
+    def _check_config(self, model: nn.Module) -> None:
+        """Refuses, on all ranks alike, a config that the first rank can tell is wrong before any forward."""
+        fault = None
+        if self.rank == 0:
+            try:
+                check_config(self.config, declared_layers(model, self.units), self.world_size)
+            except ValueError as error:
+                fault = error
+        [fault, *_] = self.mailbox.gather("initialize", fault)
+        if fault is not None:
+            raise fault
 
     # What a rehearsal makes otherwise.
 

@@ -1,0 +1,41 @@
+"""What can be said of a job's config before its first forward: all that does not depend on which layers a forward runs."""
+
+from mobius_ds.config import MobiusConfig
+from mobius_ds.inputs.topology import Topology, TopologyError
+from mobius_ds.machine.topology_detection import topology_by_name
+from mobius_ds.model.discovery import Declared
+from mobius_ds.planner.plan_files import check_plan, from_json
+from mobius_ds.schedule.plan import InfeasiblePlan, make_plan
+
+
+def check_config(config: MobiusConfig, declared: Declared, ranks: int) -> None:
+    """Refuses what no forward of the model can make right.
+
+    A layer may run several times in a forward, so that there are more layers to cut between than the model declares.
+    Only the first forward tells. Until then ``stages`` counts those that are declared; ``layers_per_stage``, whoever
+    lists it, is believed to know.
+
+    Raises:
+        InfeasiblePlan: there are more stages than layers.
+        TopologyError: the topology cannot be read, or has fewer GPUs than the job has ranks.
+        ValueError: the plan cannot be read, is for another number of GPUs or has more layers than the model.
+    """
+    if config.plan is not None:
+        plan = from_json(config.plan).plan
+        planned = sum(plan.layers_per_stage)
+        check_plan(plan, declared.layers if planned > declared.most else planned, ranks, config.plan)
+    elif config.stages is not None and config.stages > declared.most:
+        try:
+            make_plan(declared.layers, ranks, config.stages)
+        except InfeasiblePlan as error:
+            raise InfeasiblePlan(f"{error}. If its layers run several times in a forward, list layers_per_stage "
+                                 "instead") from None
+    elif config.topology not in (None, "detect"):  # what is detected is detected once, for the plan
+        check_size(topology_by_name(config.topology), ranks)
+
+
+def check_size(topology: Topology, ranks: int) -> None:
+    """Raises TopologyError if there are fewer GPUs than ranks."""
+    if topology.size < ranks:
+        raise TopologyError(f"topology {topology.name!r} has {topology.size} GPUs, but the job has {ranks} ranks. Start "
+                            f"{topology.size} at most, or name a larger one in \"mobius\": {{\"topology\": ...}}")
