@@ -9,7 +9,8 @@ from mobius_ds.prediction.mobius import predict_mobius, profile_volumes
 from mobius_ds.prediction.prediction import Prediction
 from mobius_ds.schedule.mobius import backward_schedule, forward_schedule
 from mobius_ds.schedule.plan import Plan
-from mobius_ds.schedule.tasks import Kind, Schedule, Stream
+from mobius_ds.schedule.schedule import Schedule
+from mobius_ds.schedule.tasks import Kind, Stream
 from mobius_ds.simulation.simulator import Played
 from tests.planner.models import even_model
 

@@ -12,7 +12,7 @@ from mobius_ds.emulation.rehearsal import RankReport
 from mobius_ds.inputs.units import readable
 from mobius_ds.planner.planner import Planned
 from mobius_ds.prediction.prediction import Prediction
-from mobius_ds.runtime.device.ledger import CATEGORIES
+from mobius_ds.schedule.tasks import CATEGORIES
 from mobius_ds.simulation.costs import bandwidths, speed, stages_of
 from mobius_ds.simulation.exposure import Figures, Idle, figures, link_name, quartiles
 from mobius_ds.simulation.steps import in_turn

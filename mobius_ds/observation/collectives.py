@@ -26,8 +26,7 @@ from deepspeed.accelerator import get_accelerator
 
 from mobius_ds.observation.transfers import TransferCall, Transfers
 from mobius_ds.runtime.device.ledger import Bytes, Ledger
-
-DELIVERED_CATEGORIES = ("parameters_in", "gradients_out", "activations_in", "activations_out")
+from mobius_ds.schedule.tasks import DELIVERED
 
 
 class Purpose(NamedTuple):
@@ -143,7 +142,7 @@ class ObservedTraffic:
 
     def delivered(self, traffic: Bytes) -> int:
         """The paper's count, in bytes, from the bytes by category: what arrives or leaves for its own sake."""
-        return sum(traffic[category] for category in DELIVERED_CATEGORIES)
+        return sum(traffic[category] for category in DELIVERED)
 
     # For subclasses.
 

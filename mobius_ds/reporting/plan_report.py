@@ -18,6 +18,7 @@ from mobius_ds.prediction.prediction import Prediction
 from mobius_ds.prediction.zero import accumulated, predict_zero3_offload
 from mobius_ds.reporting.script_profile import profile_of_script
 from mobius_ds.reporting.trace_report import exposure_of
+from mobius_ds.schedule.tasks import DELIVERED
 from mobius_ds.simulation.chrome_trace import naming_lines, step_lines
 from mobius_ds.simulation.costs import stages_of
 from mobius_ds.simulation.exposure import quartiles
@@ -25,7 +26,6 @@ from mobius_ds.simulation.steps import Step
 
 PERCENT = 100
 TOPOLOGIES = f"a preset ({', '.join(PRESETS)}), a JSON file"
-CATEGORIES = ("parameters_in", "gradients_out", "activations_in", "activations_out")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -190,7 +190,7 @@ def comparison_table(model_bytes: int, predictions: List[Prediction]) -> Table:
         ("bubble (all GPUs)", lambda p: f"{p.bubble * PERCENT:.0f} %"),
         ("bytes moved", lambda p: readable(sum(p.bytes_by_category.values()))),
         *((f"  {category}", lambda p, category=category: readable(p.bytes_by_category.get(category, 0)))
-          for category in CATEGORIES),
+          for category in DELIVERED),
         ("bytes / model size", lambda p: f"{sum(p.bytes_by_category.values()) / model_bytes:.2f}"),
         ("weights and gradients, GB/s", lambda p: " / ".join(
             f"{rate / 1e9:.1f}" for rate in quartiles(p.bandwidth_distribution())) or "-"),

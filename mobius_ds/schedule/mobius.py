@@ -6,7 +6,8 @@ from typing import Dict, List, Optional, Sequence
 
 from mobius_ds.schedule.neighbours import giver_of
 from mobius_ds.schedule.plan import Plan
-from mobius_ds.schedule.tasks import BACKWARD, DEPTH, FORWARD, OUTPUTS, Key, Kind, Schedule, Task
+from mobius_ds.schedule.schedule import BACKWARD, FORWARD, OUTPUTS, Schedule
+from mobius_ds.schedule.tasks import DEPTH, Key, Kind, Task
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from typing import Iterable, List, Sequence, Tuple
 
 from mobius_ds.inputs.profile import LayerProfile
 from mobius_ds.schedule.neighbours import GIVES, stage_after, stage_before
-from mobius_ds.schedule.tasks import DEPTH, Key, Kind, Schedule, Task
+from mobius_ds.schedule.schedule import Schedule
+from mobius_ds.schedule.tasks import DEPTH, Key, Kind, Task
 
 Compute = Tuple[Kind, int, int]
 """A compute task: kind, stage, microbatch."""

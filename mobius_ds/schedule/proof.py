@@ -11,11 +11,17 @@ from typing import Dict, Iterator, List, Mapping, NamedTuple, Sequence, Tuple
 
 from mobius_ds.schedule.neighbours import GIVES, giver_of
 from mobius_ds.schedule.plan import Plan
-from mobius_ds.schedule.tasks import DEPTH, Key, Kind, Schedule, Stream, Task
+from mobius_ds.schedule.schedule import Schedule
+from mobius_ds.schedule.tasks import DEPTH, Key, Kind, Stream, Task
 
 
 class InvalidSchedule(ValueError):
     """A schedule that could deadlock, or read or overwrite memory at the wrong time. The message names the tasks."""
+
+
+def _invalid(schedule: Schedule, says: str, *about: Key) -> InvalidSchedule:
+    """The error, with the schedule's rows around the tasks that it is about."""
+    return InvalidSchedule("\n".join([f"{schedule.name} schedule: {says}", *schedule.table(about)]))
 
 
 class Rule(NamedTuple):
@@ -43,8 +49,8 @@ def check_schedule(schedule: Schedule, plan: Plan, shared: Mapping[int, Sequence
     position = {key: number for number, key in enumerate(known)}
     for rule in rules(schedule, plan, shared, updates):
         if not before[rule.later] >> position[rule.earlier] & 1:
-            raise InvalidSchedule(f"{schedule.name} schedule: {rule.later} on GPU {known[rule.later].gpu} may run before "
-                                  f"{rule.earlier} on GPU {known[rule.earlier].gpu} has ended: {rule.reason}")
+            raise _invalid(schedule, f"{rule.later} on GPU {known[rule.later].gpu} may run before {rule.earlier} on GPU "
+                           f"{known[rule.earlier].gpu} has ended: {rule.reason}", rule.later, rule.earlier)
 
 
 def rules(schedule: Schedule, plan: Plan, shared: Mapping[int, Sequence[int]],
@@ -119,17 +125,17 @@ def _known(schedule: Schedule, plan: Plan) -> Dict[Key, Task]:
     known: Dict[Key, Task] = {}
     for task in schedule.tasks:
         if task.key in known:
-            raise InvalidSchedule(f"{schedule.name} schedule: {task.key} is there twice")
+            raise _invalid(schedule, f"{task.key} is there twice", task.key)
         known[task.key] = task
         if task.gpu not in range(plan.gpus):
-            raise InvalidSchedule(f"{schedule.name} schedule: {task.key} is on GPU {task.gpu}, and there are {plan.gpus}")
+            raise _invalid(schedule, f"{task.key} is on GPU {task.gpu}, and there are {plan.gpus}", task.key)
         if task.key.stage is not None and plan.gpu_of_stage[task.key.stage] != task.gpu:
-            raise InvalidSchedule(f"{schedule.name} schedule: {task.key} is on GPU {task.gpu}, but its stage is on GPU "
-                                  f"{plan.gpu_of_stage[task.key.stage]}")
+            raise _invalid(schedule, f"{task.key} is on GPU {task.gpu}, but its stage is on GPU "
+                           f"{plan.gpu_of_stage[task.key.stage]}", task.key)
     for task in schedule.tasks:
         for key in task.after:
             if key not in known:
-                raise InvalidSchedule(f"{schedule.name} schedule: {task.key} waits for {key}, which is never run")
+                raise _invalid(schedule, f"{task.key} waits for {key}, which is never run", task.key)
     return known
 
 
@@ -159,8 +165,8 @@ def _everything_before(schedule: Schedule, known: Dict[Key, Task]) -> Dict[Key, 
             if missing[follower] == 0:
                 ready.append(follower)
     if len(before) < len(known):
-        raise InvalidSchedule(f"{schedule.name} schedule: tasks wait for each other in a circle: "
-                              + " waits for ".join(map(str, _circle(waits, before))))
+        circle = _circle(waits, before)
+        raise _invalid(schedule, "tasks wait for each other in a circle: " + " waits for ".join(map(str, circle)), *circle)
     return before
 
 

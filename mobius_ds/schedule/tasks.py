@@ -1,19 +1,4 @@
-"""The schedule: every task of a sweep, as data.
-
-A *sweep* takes all microbatches once through all stages, forward or backward. Its schedule lists, for
-each GPU and each of its streams, the tasks in the order in which they run, with the bytes they move, the
-category of those bytes, and the tasks they wait for. The executor runs it, the simulator plays it, the
-report adds it up.
-
-Each GPU has six streams, each with its reason:
-
-- ``compute`` runs the layers.
-- ``prefetch`` copies weights in. A copy waits for a slot, that is for compute.
-- ``load`` copies activations and their gradients in. A copy waits for another GPU; behind a queue shared
-  with ``prefetch`` each would wait for the other's reason.
-- ``store`` copies activations and their gradients out. Another GPU waits for each copy.
-- ``offload`` copies weight gradients out. Nobody waits for them, so they must not delay ``store``.
-- ``update`` runs the optimizer on the CPU, beside all of these.
+"""What a task is: one compute or one transfer, with its stream, its bytes and what it waits for.
 
 Note [two of each]. A GPU holds two stages' weights (slots), two stages' weight gradients, and per stage two
 microbatches' boundary activations on the way in and two on the way out. Task number k therefore waits for
@@ -21,78 +6,87 @@ the end of the use that task number k - 2 made of the same memory.
 """
 
 import re
-from collections import defaultdict
-from dataclasses import dataclass
 from enum import Enum
-from typing import Dict, NamedTuple, Optional, Tuple
+from typing import NamedTuple, Optional, Tuple
 
 DEPTH = 2
 """Buffers of each kind on a GPU; see Note [two of each]."""
 
-FORWARD, OUTPUTS, BACKWARD = "forward", "outputs", "backward"
-"""Names of Mobius' sweeps. ``outputs`` runs the last stage of a forward once more."""
+CATEGORIES = ("parameters_in", "gradients_out", "activations_in", "activations_out", "other")
+"""What a transferred byte was: weights arriving at a GPU, weight gradients leaving it, boundary
+activations and their gradients in either direction, and everything else (a microbatch's inputs)."""
+DELIVERED = CATEGORIES[:-1]
+"""Those that the paper counts."""
+_PARAMETERS, _GRADIENTS, _ACTIVATIONS_IN, _ACTIVATIONS_OUT, _OTHER = CATEGORIES
 
 
 class Stream(str, Enum):
     """A queue of one GPU: tasks of one stream run in order, tasks of different streams at the same time."""
 
     COMPUTE = "compute"
+    """Runs the layers."""
     PREFETCH = "prefetch"
+    """Copies weights in. A copy waits for a slot, that is for compute."""
     LOAD = "load"
+    """Copies activations and their gradients in. A copy waits for another GPU; behind a queue shared with ``PREFETCH``
+    each would wait for the other's reason."""
     STORE = "store"
+    """Copies activations and their gradients out. Another GPU waits for each copy."""
     OFFLOAD = "offload"
+    """Copies weight gradients out. Nobody waits for them, so they must not delay ``STORE``."""
     UPDATE = "update"
+    """Runs the optimizer on the CPU, beside all of these."""
 
 
 class Kind(str, Enum):
-    """What a task does. The value is the letter it prints as."""
+    """What a task does: the letter it prints as, the stream it runs on, and the category of its bytes, if it moves any.
 
-    FORWARD = "F"
-    BACKWARD = "B"
-    WEIGHTS = "W"
+    The one table of these. Whoever counts, draws or runs tasks by stream or category asks it.
+    """
+
+    stream: Stream
+    category: Optional[str]
+
+    FORWARD = "F", Stream.COMPUTE
+    BACKWARD = "B", Stream.COMPUTE
+    WEIGHTS = "W", Stream.PREFETCH, _PARAMETERS
     """Copy a stage's weights into a slot."""
-    GIVE_INPUTS = "P"
+    GIVE_INPUTS = "P", Stream.STORE, _OTHER
     """Copy a microbatch's inputs from its home GPU to DRAM."""
-    INPUTS = "I"
+    INPUTS = "I", Stream.LOAD, _OTHER
     """Copy a microbatch's inputs to a GPU that runs stages for it; ``stage`` is the first of them."""
-    ACTIVATIONS = "A"
+    ACTIVATIONS = "A", Stream.LOAD, _ACTIVATIONS_IN
     """Copy a stage's boundary activations in."""
-    GIVE_ACTIVATIONS = "S"
+    GIVE_ACTIVATIONS = "S", Stream.STORE, _ACTIVATIONS_OUT
     """Copy the boundary activations a stage made out to DRAM; for the last stage, the model's outputs."""
-    OUTPUTS = "R"
+    OUTPUTS = "R", Stream.LOAD, _ACTIVATIONS_IN
     """Copy a microbatch's outputs to its home GPU."""
-    GIVE_OUTPUT_GRADIENTS = "X"
+    GIVE_OUTPUT_GRADIENTS = "X", Stream.STORE, _ACTIVATIONS_OUT
     """Copy the gradients of a microbatch's outputs from its home GPU to DRAM."""
-    GRADIENTS = "G"
+    GRADIENTS = "G", Stream.LOAD, _ACTIVATIONS_IN
     """Copy the gradients of what a stage handed over in."""
-    GIVE_GRADIENTS = "T"
+    GIVE_GRADIENTS = "T", Stream.STORE, _ACTIVATIONS_OUT
     """Copy the gradients of a stage's boundary activations out to DRAM."""
-    WEIGHT_GRADIENTS = "D"
+    WEIGHT_GRADIENTS = "D", Stream.OFFLOAD, _GRADIENTS
     """Copy a stage's weight gradients out to DRAM."""
-    RECOMPUTE = "C"
+    RECOMPUTE = "C", Stream.COMPUTE
     """Run a stage's forward again before its backward, where a schedule separates the two."""
-    UPDATE = "U"
+    UPDATE = "U", Stream.UPDATE
     """Run the optimizer, on the CPU, for the parameters whose first stage this is."""
-    GATHER = "Q"
+    GATHER = "Q", Stream.PREFETCH, _PARAMETERS
     """Collect a layer's weights on every GPU from all GPUs' shards; ``microbatch`` is the GPU's own."""
-    REDUCE = "E"
+    REDUCE = "E", Stream.OFFLOAD, _GRADIENTS
     """Reduce a layer's weight gradients over all GPUs, each keeping its shard in DRAM."""
 
+    def __new__(cls, letter: str, stream: Stream, category: Optional[str] = None) -> "Kind":
+        kind = str.__new__(cls, letter)
+        kind._value_, kind.stream, kind.category = letter, stream, category
+        return kind
 
-STREAM_OF = {
-    Kind.FORWARD: Stream.COMPUTE, Kind.BACKWARD: Stream.COMPUTE, Kind.RECOMPUTE: Stream.COMPUTE,
-    Kind.UPDATE: Stream.UPDATE, Kind.WEIGHTS: Stream.PREFETCH, Kind.GATHER: Stream.PREFETCH, Kind.REDUCE: Stream.OFFLOAD,
-    Kind.INPUTS: Stream.LOAD, Kind.ACTIVATIONS: Stream.LOAD, Kind.OUTPUTS: Stream.LOAD, Kind.GRADIENTS: Stream.LOAD,
-    Kind.GIVE_INPUTS: Stream.STORE, Kind.GIVE_ACTIVATIONS: Stream.STORE, Kind.GIVE_GRADIENTS: Stream.STORE,
-    Kind.GIVE_OUTPUT_GRADIENTS: Stream.STORE, Kind.WEIGHT_GRADIENTS: Stream.OFFLOAD,
-}
-CATEGORY_OF = {
-    Kind.WEIGHTS: "parameters_in", Kind.GATHER: "parameters_in",
-    Kind.WEIGHT_GRADIENTS: "gradients_out", Kind.REDUCE: "gradients_out",
-    Kind.ACTIVATIONS: "activations_in", Kind.GRADIENTS: "activations_in", Kind.OUTPUTS: "activations_in",
-    Kind.GIVE_ACTIVATIONS: "activations_out", Kind.GIVE_GRADIENTS: "activations_out",
-    Kind.GIVE_OUTPUT_GRADIENTS: "activations_out", Kind.INPUTS: "other", Kind.GIVE_INPUTS: "other",
-}
+
+def stream_of(category: str) -> Stream:
+    """The stream of the first kind of task that moves bytes of a category; also of engines that have no such tasks."""
+    return next(kind.stream for kind in Kind if kind.category == category)
 
 
 class Key(NamedTuple):
@@ -134,12 +128,12 @@ class Task(NamedTuple):
     @property
     def stream(self) -> Stream:
         """The stream it runs on."""
-        return STREAM_OF[self.key.kind]
+        return self.key.kind.stream
 
     @property
     def category(self) -> Optional[str]:
         """The ledger's category of its bytes; None for compute."""
-        return CATEGORY_OF.get(self.key.kind)
+        return self.key.kind.category
 
     @property
     def is_outward(self) -> bool:
@@ -149,43 +143,3 @@ class Task(NamedTuple):
     def __str__(self) -> str:
         waits = f" after {','.join(map(str, self.after))}" if self.after else ""
         return f"{self.key}{f' {self.nbytes}B' if self.nbytes else ''}{waits}"
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The tasks of one sweep. Tasks of one GPU and stream are listed in their order."""
-
-    name: str
-    """Of the sweep, or of the peer whose schedule it is."""
-    gpus: int
-    tasks: Tuple[Task, ...]
-
-    @property
-    def is_backward(self) -> bool:
-        """Whether it is a backward sweep."""
-        return self.name == BACKWARD
-
-    def of(self, gpu: int) -> Tuple[Task, ...]:
-        """One GPU's tasks."""
-        return tuple(task for task in self.tasks if task.gpu == gpu)
-
-    def gpu_of(self) -> Dict[Key, int]:
-        """Where each task runs."""
-        return {task.key: task.gpu for task in self.tasks}
-
-    def bytes_by_category(self, gpu: Optional[int] = None) -> Dict[str, int]:
-        """Bytes moved, by category, by one GPU or by all."""
-        total: Dict[str, int] = defaultdict(int)
-        for task in self.tasks:
-            if task.category is not None and gpu in (None, task.gpu):
-                total[task.category] += task.nbytes
-        return dict(total)
-
-    def __str__(self) -> str:
-        lines = []
-        for gpu in range(self.gpus):
-            for stream in Stream:
-                tasks = [str(task) for task in self.of(gpu) if task.stream is stream]
-                if tasks:
-                    lines.append(f"gpu {gpu} {stream.value}: " + " | ".join(tasks))
-        return "\n".join(lines)

@@ -21,8 +21,7 @@ PLAN = "mobius_plan"
 """Name of the event that holds the plan."""
 STEP_CATEGORY = "step"
 """Category of whole steps."""
-_STREAMS = list(Stream)
-_THREAD_OF = {stream: number for number, stream in enumerate(_STREAMS)}
+_THREAD_OF = {stream: number for number, stream in enumerate(Stream)}
 
 
 # Lines of a trace.

@@ -9,7 +9,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Callable, Dict, Hashable, Iterable, List, Mapping, NamedTuple, Sequence, Tuple
 
-from mobius_ds.schedule.tasks import Key, Schedule, Stream, Task
+from mobius_ds.schedule.schedule import Schedule
+from mobius_ds.schedule.tasks import Key, Stream, Task
 
 Link = Hashable
 EPSILON = 1e-12

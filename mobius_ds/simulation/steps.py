@@ -4,7 +4,7 @@ import itertools
 from collections import defaultdict
 from typing import Dict, Iterable, List, NamedTuple, Sequence, Tuple
 
-from mobius_ds.schedule.tasks import Schedule
+from mobius_ds.schedule.schedule import Schedule
 from mobius_ds.simulation.simulator import Cost, Played, Timeline, simulate
 
 AGAIN = "measured task times, no waiting for the runtime"

@@ -14,7 +14,8 @@ import pytest
 
 from mobius_ds.emulation import wires as wires_module
 from mobius_ds.emulation.wires import CHUNK_SECONDS, Wires
-from mobius_ds.schedule.tasks import Key, Kind, Schedule, Task
+from mobius_ds.schedule.schedule import Schedule
+from mobius_ds.schedule.tasks import Key, Kind, Task
 from mobius_ds.simulation.simulator import Cost, Link, simulate
 from tests.ranks import CONTEXT
 

@@ -7,8 +7,8 @@ from mobius_ds.prediction.mobius import predict_mobius
 from mobius_ds.prediction.prediction import Prediction
 from mobius_ds.prediction.zero import predict_zero3_offload
 from mobius_ds.profiling.computed import profile_description
-from mobius_ds.runtime.device.ledger import CATEGORIES
 from mobius_ds.schedule.plan import Plan
+from mobius_ds.schedule.tasks import CATEGORIES
 
 MODEL_SIZE = 100_000_000
 

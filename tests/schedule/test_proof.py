@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from mobius_ds.schedule.mobius import backward_schedule, forward_schedule
 from mobius_ds.schedule.plan import make_plan
 from mobius_ds.schedule.proof import InvalidSchedule, check_schedule
-from mobius_ds.schedule.tasks import Key, Kind, Schedule, Task
+from mobius_ds.schedule.schedule import Schedule
+from mobius_ds.schedule.tasks import Key, Kind, Task
 from tests.schedule.test_schedule import cases, equal_volumes, schedules
 
 UNTIMED = settings(deadline=None, max_examples=300)

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mobius_ds.schedule.tasks import Key, Kind, Schedule, Task
+from mobius_ds.schedule.schedule import Schedule
+from mobius_ds.schedule.tasks import Key, Kind, Task
 from mobius_ds.simulation.simulator import Cost, SimulationError, simulate
 
 LINKS = ["a", "b", "c"]

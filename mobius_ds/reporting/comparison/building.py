@@ -13,7 +13,8 @@ from mobius_ds.observation.records import Record
 from mobius_ds.reporting.comparison.arms import Failure
 from mobius_ds.reporting.comparison.report import Report, counted
 from mobius_ds.reporting.comparison.verdict import verdict_on
-from mobius_ds.runtime.device.ledger import CATEGORIES, Bytes
+from mobius_ds.runtime.device.ledger import Bytes
+from mobius_ds.schedule.tasks import CATEGORIES
 
 
 def machine_description() -> Dict[str, Any]:

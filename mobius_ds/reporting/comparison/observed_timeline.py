@@ -8,12 +8,10 @@ when it could begin to its arrival.
 from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple
 
 from mobius_ds.observation.records import Record
-from mobius_ds.schedule.tasks import Stream
+from mobius_ds.schedule.tasks import Stream, stream_of
 from mobius_ds.simulation.exposure import Distribution, cumulative, link_name
 from mobius_ds.simulation.simulator import Link
 
-_STREAM_OF = {"parameters_in": Stream.PREFETCH, "gradients_out": Stream.OFFLOAD, "activations_in": Stream.LOAD,
-              "activations_out": Stream.STORE, "other": Stream.STORE}
 Interval = Tuple[float, float]
 
 
@@ -47,7 +45,7 @@ def _rows(step: Mapping[str, Any]) -> Iterator[List[Any]]:
         for start, end in without(span, step["waits"]):
             yield [Stream.COMPUTE.value, name, "compute", None, None, 0, start, end]
     for name, category, received, sent, start, end, _ in step["transfers"]:
-        yield [_STREAM_OF[category].value, name, category, None, None, max(received, sent), start, end]
+        yield [stream_of(category).value, name, category, None, None, max(received, sent), start, end]
 
 
 def figures(ranks: Sequence[Record]) -> Dict[str, Any]:

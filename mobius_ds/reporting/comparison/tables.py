@@ -13,7 +13,7 @@ from mobius_ds.inputs.profile import BYTES_PER_PARAMETER
 from mobius_ds.reporting.comparison import series
 from mobius_ds.reporting.comparison.arms import MOBIUS, ZERO3, explained
 from mobius_ds.reporting.comparison.report import Report, columns, findings, median_step_seconds, timed, title
-from mobius_ds.runtime.device.ledger import CATEGORIES
+from mobius_ds.schedule.tasks import CATEGORIES
 
 _MEASURES = """\
 - {arms}

@@ -6,7 +6,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence
 from mobius_ds.observation.records import Record
 from mobius_ds.reporting.comparison.arms import KNOWN_DIFFERENCES, MOBIUS, REQUIRED, ZERO3
 from mobius_ds.reporting.comparison.report import Report
-from mobius_ds.runtime.device.ledger import CATEGORIES
+from mobius_ds.schedule.tasks import CATEGORIES
 
 LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
 """Largest difference of two arms' losses at any step that still counts as the same run, by dtype."""

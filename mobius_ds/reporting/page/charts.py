@@ -12,7 +12,7 @@ from plotly.subplots import make_subplots
 from mobius_ds.reporting.comparison import series
 from mobius_ds.reporting.comparison.report import HOST_WORK, Report, median_step_seconds, records_itself
 from mobius_ds.reporting.page.palette import BLUE, fill_of, line_of
-from mobius_ds.runtime.device.ledger import CATEGORIES
+from mobius_ds.schedule.tasks import CATEGORIES
 from mobius_ds.simulation.exposure import Idle
 
 MB, GB = 1e6, 1e9

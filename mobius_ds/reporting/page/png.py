@@ -18,8 +18,7 @@ from matplotlib.ticker import MaxNLocator  # noqa: E402
 from mobius_ds.reporting.comparison import series  # noqa: E402
 from mobius_ds.reporting.comparison.report import Report, median_step_seconds, timed  # noqa: E402
 from mobius_ds.reporting.page.palette import fill_of, line_of  # noqa: E402
-from mobius_ds.runtime.device.ledger import CATEGORIES  # noqa: E402
-from mobius_ds.schedule.tasks import Stream  # noqa: E402
+from mobius_ds.schedule.tasks import CATEGORIES, Stream  # noqa: E402
 from mobius_ds.simulation.steps import Step  # noqa: E402
 
 _SIZE = (8.0, 4.0)  # inches

@@ -7,10 +7,10 @@ import plotly.graph_objects as go
 from mobius_ds.inputs.units import readable
 from mobius_ds.reporting.page.charts import CLEAR, HIGHEST, styled
 from mobius_ds.reporting.page.palette import FILLS, fill_of
-from mobius_ds.schedule.tasks import Stream
+from mobius_ds.schedule.tasks import Kind, Stream
 
 GB = 1e9
-KINDS_OF_COMPUTE = ("forward", "backward", "recompute", "update")
+KINDS_OF_COMPUTE = tuple(kind.name.lower() for kind in Kind if kind.category is None)
 _HEIGHT, _HEIGHTS = 0.86, {"forward": 0.5, "recompute": 0.68}
 _ROW, _FRAME = 18, 60  # pixels: a row, where there is room for it, and what is around all of them
 

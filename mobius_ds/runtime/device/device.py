@@ -110,10 +110,15 @@ class Device:
         self._memory_lock = threading.Lock()
         self.pinning = Pinning(torch_device)
         self._compute: Any = None
-        # Compute has no thread: it runs in the caller's, on the stream that is current there. A backward inside
-        # a backward must stay in autograd's thread, and grad mode and autocast belong to the caller's.
-        self.streams: Dict[Stream, WorkStream] = {stream: WorkStream(stream.value, self) for stream in Stream
-                                                  if stream is not Stream.COMPUTE}
+        self.streams: Dict[Stream, WorkStream] = {
+            Stream.PREFETCH: WorkStream("prefetch", self),  # weights in, which wait for a slot, that is for compute
+            Stream.LOAD: WorkStream("load", self),  # activations in, which wait for another rank
+            Stream.STORE: WorkStream("store", self),  # activations out, for which another rank waits
+            Stream.OFFLOAD: WorkStream("offload", self),  # weight gradients out, for which nobody waits
+            Stream.UPDATE: WorkStream("update", self),  # the optimizer, on the CPU
+        }
+        """No thread for compute: it runs in the caller's, on the stream that is current there. A backward inside a
+        backward must stay in autograd's thread, and grad mode and autocast belong to the caller's."""
 
     # Streams and events.
 

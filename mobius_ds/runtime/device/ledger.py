@@ -3,9 +3,7 @@
 import threading
 from typing import Dict
 
-CATEGORIES = ("parameters_in", "gradients_out", "activations_in", "activations_out", "other")
-"""What a transferred byte was: weights arriving at a GPU, weight gradients leaving it, boundary
-activations and their gradients in either direction, and everything else (a microbatch's inputs)."""
+from mobius_ds.schedule.tasks import CATEGORIES
 
 Bytes = Dict[str, int]
 """Bytes by category; every category is a key."""

@@ -3,7 +3,7 @@
 from typing import Dict
 
 from mobius_ds.inputs.units import readable
-from mobius_ds.runtime.device.ledger import CATEGORIES
+from mobius_ds.schedule.tasks import CATEGORIES
 from mobius_ds.simulation.exposure import Figures
 
 

@@ -13,11 +13,11 @@ from deepspeed.utils import logger
 
 from mobius_ds.inputs.units import readable
 from mobius_ds.runtime.record.trace_file import TraceFile
-from mobius_ds.schedule.tasks import BACKWARD, Task
+from mobius_ds.schedule.schedule import BACKWARD
+from mobius_ds.schedule.tasks import Task
 from mobius_ds.simulation.chrome_trace import naming_lines, plan_line, step_lines, task_line, whole_step_line
 from mobius_ds.simulation.simulator import Played
-from mobius_ds.simulation.steps import (AGAIN, EVALUATION, Spans, Step, measured_step, slowed_down,
-                                        without_waiting)
+from mobius_ds.simulation.steps import AGAIN, EVALUATION, Spans, Step, measured_step, slowed_down, without_waiting
 
 PLAYED_AGAIN = 2
 """The step whose tasks are played again by the simulator where there is no prediction: the first one also warms up."""

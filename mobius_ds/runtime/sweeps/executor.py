@@ -16,7 +16,8 @@ from mobius_ds.runtime.sweeps.run import ScheduleRun
 from mobius_ds.runtime.sweeps.stage_work import Holdings, StageWork
 from mobius_ds.runtime.sweeps.sweep import Sweep
 from mobius_ds.schedule.plan import Plan
-from mobius_ds.schedule.tasks import Key, Kind, Schedule
+from mobius_ds.schedule.schedule import Schedule
+from mobius_ds.schedule.tasks import Key, Kind
 
 
 class Executor:

@@ -17,7 +17,8 @@ from mobius_ds.runtime.ranks.errors import DeviceOutOfMemory
 from mobius_ds.runtime.record.trace import Recorder
 from mobius_ds.runtime.sweeps.results import Result
 from mobius_ds.runtime.sweeps.stage_work import ACTIONS, StageWork
-from mobius_ds.schedule.tasks import DEPTH, Key, Kind, Schedule, Stream, Task
+from mobius_ds.schedule.schedule import Schedule
+from mobius_ds.schedule.tasks import DEPTH, Key, Kind, Stream, Task
 
 
 class Message(NamedTuple):

@@ -22,7 +22,8 @@ from mobius_ds.runtime.sweeps.results import (Outputs, PlacedActivations, Placed
                                               Result)
 from mobius_ds.runtime.sweeps.sweep import Microbatch, Sweep, TensorLeaf
 from mobius_ds.schedule.plan import Plan
-from mobius_ds.schedule.tasks import Kind, Schedule, Stream, Task
+from mobius_ds.schedule.schedule import Schedule
+from mobius_ds.schedule.tasks import Kind, Stream, Task
 
 _ADDED_AT_ONCE = 2**18  # elements
 

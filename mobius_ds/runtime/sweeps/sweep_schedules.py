@@ -11,7 +11,7 @@ from mobius_ds.runtime.sweeps.sweep import Sweep, giving_stages, sharing_stages,
 from mobius_ds.schedule.mobius import Volumes, backward_schedule, forward_schedule, outputs_schedule
 from mobius_ds.schedule.plan import Plan
 from mobius_ds.schedule.proof import check_schedule
-from mobius_ds.schedule.tasks import BACKWARD, FORWARD, Schedule
+from mobius_ds.schedule.schedule import BACKWARD, FORWARD, Schedule
 
 
 class SweepSchedules:

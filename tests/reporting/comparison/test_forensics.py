@@ -13,12 +13,11 @@ from mobius_ds.planner.planner import Request, make_best_plan
 from mobius_ds.prediction.mobius import predict_mobius
 from mobius_ds.reporting.comparison.arms import MOBIUS
 from mobius_ds.reporting.comparison.forensics import SIMULATED_ARM, add_to_report
-from mobius_ds.runtime.device.ledger import CATEGORIES
 from mobius_ds.runtime.record.recorded_trace import Trace
 from mobius_ds.runtime.record.trace import Description, HostClock, Recorder
 from mobius_ds.runtime.record.trace_file import open_trace
 from mobius_ds.schedule.plan import make_plan
-from mobius_ds.schedule.tasks import Stream
+from mobius_ds.schedule.tasks import CATEGORIES, Stream
 from mobius_ds.simulation.chrome_trace import naming_lines, plan_line, step_lines, task_line, whole_step_line
 from mobius_ds.simulation.steps import AGAIN
 from tests.planner.models import even_model

@@ -11,7 +11,7 @@ from mobius_ds.reporting.comparison.building import build_report
 from mobius_ds.reporting.comparison.report import findings, median_step_seconds
 from mobius_ds.reporting.comparison.tables import markdown, measures, rich_table, write_report
 from mobius_ds.reporting.page import png
-from mobius_ds.runtime.device.ledger import CATEGORIES
+from mobius_ds.schedule.tasks import CATEGORIES
 
 MACHINE = {"cpu": "Test CPU", "cores": 2, "memory_bytes": 2**34, "torch": "2.13.0", "deepspeed": "0.19.8"}
 PARAMETERS = 1000

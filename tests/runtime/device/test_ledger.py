@@ -6,7 +6,7 @@ from typing import Any, Dict, List
 import pytest
 import torch
 
-from mobius_ds.runtime.device.ledger import CATEGORIES
+from mobius_ds.schedule.tasks import CATEGORIES
 from tests.ranks import run_ranks
 from tests.runtime.jobs import config, initialize, language_model, rank_and_size, tokens
 
