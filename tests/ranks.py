@@ -76,6 +76,8 @@ def outcomes_of_ranks(world_size: int, function: Callable, *args: Any, timeout: 
             process.join()
         process.close()
         outcomes.append(Outcome(*told.get(rank, (None, None)), exit_code))
+    for left in Path("/dev/shm").glob(f"deepspeed_*_127.0.0.1_{port}_*"):  # by DeepSpeed's own collectives, for each job
+        left.unlink(missing_ok=True)
     return outcomes
 
 
