@@ -51,13 +51,13 @@ ROOMS: Dict[str, Room] = {
                             "runtime/record runtime/job", _BOTH),
     "runtime/optimizer": _room("machine runtime/sweeps", _BOTH),
     "runtime/checkpoint": _room("names runtime/ranks runtime/dram runtime/sweeps runtime/optimizer", _BOTH),
-    "runtime/engine": _room("config names inputs simulation runtime/ranks runtime/device runtime/dram runtime/sweeps "
+    "runtime/engine": _room("config names inputs schedule simulation runtime/ranks runtime/device runtime/dram runtime/sweeps "
                             "runtime/optimizer runtime/checkpoint", _BOTH),
-    "observation": _room("inputs simulation runtime/ranks runtime/device", _BOTH),
+    "observation": _room("inputs schedule simulation runtime/ranks runtime/device", _BOTH),
     "plugin": _room("config names inputs profiling observation runtime/dram runtime/checkpoint runtime/job "
                     "runtime/sweeps runtime/engine", _BOTH),
     "reporting/comparison": _room("names inputs schedule simulation runtime/device runtime/record observation"),
-    "reporting/page": _room("inputs schedule simulation runtime/device reporting/comparison"),
+    "reporting/page": _room("inputs schedule simulation reporting/comparison"),
     "reporting": _room("config names inputs schedule simulation prediction planner profiling machine runtime/engine "
                        "runtime/record observation reporting/comparison reporting/page", "deepspeed"),
     "emulation": _room("config inputs schedule simulation prediction planner model profiling machine "

@@ -1,5 +1,6 @@
 """The structure is what docs/architecture.md says: rooms, arrows, no circles, one meaning a name, nothing too large."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Dict, Set
@@ -76,8 +77,13 @@ def test_no_file_and_no_room_is_too_large():
     assert max(map(folders.count, folders)) <= architecture.LARGEST_ROOM
 
 
-def test_the_page_is_short_enough_to_be_read_first():
-    assert (ROOT / "docs" / "architecture.md").read_text().count("\n") <= 80
+def test_the_page_is_short_enough_to_be_read_first_and_names_what_is_there():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    assert page.count("\n") <= 80
+    named = re.findall(r"`([a-z_0-9/]+(?:/|\.py))`", page)
+    files = {path.name for path in PACKAGE.rglob("*.py")}
+    assert len(named) > 30
+    assert not [name for name in named if not (ROOT / name).exists() and not (PACKAGE / name).exists() and name not in files]
 
 
 def test_an_arrow_that_is_not_in_the_table_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -82,13 +82,23 @@ def problem_of(model: ModelProfile, topology: Topology, microbatches: int, mappi
 
 
 class CutStage(NamedTuple):
+    """One stage of a partition."""
+
     gpu: int
     layers: Sequence[LayerProfile]
     received_bytes: int
+    """Of the boundary activation it starts from, for one microbatch."""
     made_bytes: int
+    """Of the one it makes."""
 
 
 def cut(problem: Problem, partition: Sequence[int], of: Optional[int] = None) -> List[CutStage]:
+    """The stages of a partition.
+
+    Args:
+        partition: the number of layers in each stage.
+        of: the number of stages, if ``partition`` is only the first of them.
+    """
     stages, start = [], 0
     for gpu, count in zip(problem.mapping(of or len(partition)), partition):
         layers = problem.layers[start:start + count]

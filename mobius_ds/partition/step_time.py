@@ -1,4 +1,4 @@
-"""What a partition costs: the end of its step and its memory, from the rules that the schedule follows.
+"""How long a partition's step takes, from the rules that the schedule follows.
 
 One evaluator judges every partition, whoever proposes it; the MIP states the same rules as linear constraints.
 

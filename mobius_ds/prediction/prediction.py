@@ -1,4 +1,9 @@
-"""A predicted step: schedules played by the simulator, with what they move and hold."""
+"""What a step will take on a topology: time, bytes, memory, under Mobius and under its peers, by one simulator.
+
+Every prediction is of one optimizer step with as many samples for everybody: N ranks with one micro-batch each.
+The CPU optimizer follows the step where one is used (Mobius, ZeRO-3 offload, RoundPipe), at the same speed for all;
+the others keep their optimizer state on the GPUs and update there, in no time.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -77,7 +82,15 @@ class Prediction:
 
 
 def predicted(name: str, schedules: Sequence, costs: Callable, links: Dict, topology: Topology, update: float,
-                memory: Sequence[int]) -> Prediction:
+              memory: Sequence[int]) -> Prediction:
+    """Plays an engine's schedules, one after the other.
+
+    Args:
+        costs: a task's cost.
+        links: bytes/s of each.
+        update: seconds of the CPU optimizer after them.
+        memory: bytes that each GPU holds at most.
+    """
     moved: Dict[str, int] = {}
     for schedule in schedules:
         for category, nbytes in schedule.bytes_by_category().items():

@@ -1,4 +1,7 @@
-"""A model's profile, layer by layer: layers alike in settings, parameters and the tensors they exchange (a *kind*) run once."""
+"""A model's profile, layer by layer.
+
+Layers alike in their settings, parameters and the tensors they exchange (a *kind*) run once.
+"""
 
 from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 

@@ -95,7 +95,8 @@ class Schedule:
         margin = max(map(len, titles.values()), default=0)
         lines = []
         for row, cells in rows.items():
-            lines.append(" | ".join([titles[row].ljust(margin), *(cells.get(number, "").ljust(width[number]) for number in shown)]))
+            lines.append(" | ".join([titles[row].ljust(margin),
+                                     *(cells.get(number, "").ljust(width[number]) for number in shown)]))
             arrows = {number: "^" * len(name) for number, name in cells.items() if name in map(str, marked)}
             if arrows.keys() & set(shown):
                 lines.append("   ".join([" " * margin, *(arrows.get(number, "").ljust(width[number]) for number in shown)]))
@@ -123,9 +124,9 @@ class Schedule:
                     details[key] = tuple(detail)
             except ValueError as error:
                 raise ValueError(f"{line!r} is no row of a schedule, and no task's bytes and waits: {error}") from None
+        astray = [f"{key} is no task of a {stream.value} stream" for _, stream, keys in rows for key in keys
+                  if key.kind.stream is not stream]
         tasks = [Task(key, gpu, *details.pop(key, (0, ()))) for gpu, _, keys in rows for key in keys]
-        astray = [f"{task.key} is no task of a {stream.value} stream" for gpu, stream, keys in rows for task in tasks
-                  if task.gpu == gpu and task.key in keys and task.stream is not stream]
         if astray or details:
             raise ValueError("; ".join(astray + [f"{key} stands in no row" for key in details]))
         return cls(named[1], int(named[2]), tuple(tasks))

@@ -42,6 +42,7 @@ def missing_bytes(job: Job, plan: Plan) -> int:
 
 
 def check_memory(job: Job, plan: Plan) -> None:
+    """Raises InfeasiblePlan if a plan exceeds the budget; the message names the stage that takes most."""
     missing = missing_bytes(job, plan)
     if missing <= 0:
         return

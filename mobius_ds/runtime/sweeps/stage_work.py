@@ -88,6 +88,7 @@ class StageWork:
     # Weights and inputs.
 
     def copy_weights(self, task: Task, given: None) -> None:
+        """Copies a stage's weights into its slot."""
         stage = task.key.stage
         number = self.stages.index(stage)
         names = self.sweep.stage_parameters[stage]
@@ -97,11 +98,13 @@ class StageWork:
         self._memory[stage] = StageMemory(parameters, groups, accumulators)
 
     def give_inputs(self, task: Task, given: None) -> PlacedInputs:
+        """Copies the inputs of a microbatch of this rank to DRAM."""
         placed = [self._download(tensor, task.category) for tensor in self.own_inputs[task.key.microbatch]]
         self.sweep.placed_here += placed
         return PlacedInputs(tuple(placed))
 
     def copy_inputs(self, task: Task, given: Optional[PlacedInputs]) -> None:
+        """Copies a microbatch's inputs in, for all stages of this rank."""
         m = task.key.microbatch
         if given is not None:  # else they lie in DRAM since the sweep before
             self.sweep.inputs[m] = given.tensors
@@ -113,6 +116,7 @@ class StageWork:
     # Boundary activations.
 
     def copy_activations(self, task: Task, given: Optional[PlacedActivations]) -> None:
+        """Copies in what a stage starts from."""
         _, stage, m = task.key
         for value, placed in given.values.items() if given is not None else ():
             self.sweep.boundary[m, value] = placed
@@ -121,6 +125,7 @@ class StageWork:
                                     for value in microbatch.program.live(microbatch.spans[stage].start)}
 
     def forward(self, task: Task, given: None) -> None:
+        """Runs a stage's layers."""
         _, stage, m = task.key
         # In the script's own grad mode, which is the caller's: a kernel may be chosen by whether a gradient is
         # needed, and what is computed here must be what the backward computes again.
@@ -140,6 +145,7 @@ class StageWork:
                                       args, kwargs, reseed_from(microbatch.seed, self.device))
 
     def give_activations(self, task: Task, given: None) -> "PlacedActivations | PlacedOutputs":
+        """Copies out what a stage made; the next stage learns of what this one only passes through as well."""
         _, stage, m = task.key
         handover = self._handovers.pop((stage, m))
         microbatch = self.sweep.microbatches[m]
@@ -168,20 +174,24 @@ class StageWork:
         return PlacedOutputs(given, structure)
 
     def copy_outputs(self, task: Task, given: PlacedOutputs) -> Outputs:
+        """Copies a microbatch's outputs home."""
         return Outputs([self._upload(leaf, task.category) if isinstance(leaf, Placed) else leaf for leaf in given.leaves],
                        given.structure)
 
     # Gradients.
 
     def give_output_gradients(self, task: Task, given: None) -> PlacedGradients:
+        """Copies out the gradients that the script gave a microbatch's outputs."""
         return PlacedGradients({leaf: self._download(gradient, task.category, temporary=True)
                                 for leaf, gradient in self.own_gradients[task.key.microbatch].items()})
 
     def copy_gradients(self, task: Task, given: PlacedGradients) -> None:
+        """Copies in the gradients of what a stage handed over."""
         _, stage, m = task.key
         self._gradients[stage, m] = {key: self._upload(placed, task.category) for key, placed in given.of.items()}
 
     def backward(self, task: Task, given: None) -> None:
+        """Runs a stage's layers again, and back."""
         _, stage, m = task.key
         received = self._leaves(stage, m)
         gradients = self._gradients.pop((stage, m))
@@ -199,11 +209,13 @@ class StageWork:
             for value, tensor in received.items() if program.spec(value).requires_grad}
 
     def give_gradients(self, task: Task, given: None) -> PlacedGradients:
+        """Copies out the gradients of what a stage started from."""
         made = self._made_gradients.pop((task.key.stage, task.key.microbatch))
         return PlacedGradients({value: self._download(gradient, task.category, temporary=True)
                                 for value, gradient in made.items()})
 
     def give_weight_gradients(self, task: Task, given: None) -> None:
+        """Copies the gradients of a stage's weights out, and puts or adds them into the store."""
         memory = self._memory[task.key.stage]
         added_to = self.added_to | self._added_by_later_stages(task.key.stage)
         for group, wire in zip(memory.groups, memory.wire(self.sweep.replicas)):
@@ -223,6 +235,7 @@ class StageWork:
                          for name in self.sweep.stage_parameters[later])
 
     def run_optimizer(self, task: Task, given: None) -> None:
+        """Updates the parameters that are complete with this stage."""
         self.update(task.key.stage)
 
     # Copies.

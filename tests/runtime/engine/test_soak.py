@@ -85,9 +85,10 @@ def test_a_long_run_stays_as_it_was(tmp_path, soak_steps):
         assert max(device[late]) <= 1.01 * max(device[early])
         # Processor time says what a step takes also while other tests run, in measures of a known piece of work; the clock,
         # only where this one has the machine.
-        for kind in ("worked", "seconds") if soak_steps >= ALONE_FROM else ("worked", ):
+        alone = soak_steps >= ALONE_FROM
+        for kind, growth in [("worked", 1.25), ("seconds", 1.25)] if alone else [("worked", 2)]:
             took = [mark[kind] for mark in marks]
-            assert statistics.quantiles(took[late], n=10)[0] <= 1.25 * statistics.quantiles(took[early], n=10)[0], kind
+            assert statistics.quantiles(took[late], n=10)[0] <= growth * statistics.quantiles(took[early], n=10)[0], kind
     losses = [mark["loss"] for mark in ranks[0]]
     assert all(loss == loss for loss in losses)
 
