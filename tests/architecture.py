@@ -45,7 +45,7 @@ ROOMS: Dict[str, Room] = {
     "runtime/device": _room("inputs schedule runtime/ranks", _BOTH),
     "machine": _room("names inputs runtime/device", "torch"),
     "runtime/dram": _room("inputs schedule machine runtime/ranks runtime/device", _BOTH),
-    "runtime/record": _room("inputs schedule simulation", "deepspeed"),
+    "runtime/record": _room("inputs schedule simulation runtime/ranks", "deepspeed"),
     "runtime/job": _room("config names inputs schedule prediction planner model profiling machine runtime/dram", _BOTH),
     "runtime/sweeps": _room("config inputs schedule model profiling runtime/ranks runtime/device runtime/dram "
                             "runtime/record runtime/job", _BOTH),

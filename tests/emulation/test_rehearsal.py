@@ -18,7 +18,7 @@ from mobius_ds.prediction.mobius import predict_mobius
 from mobius_ds.prediction.prediction import Prediction
 from mobius_ds.profiling.computed import Profiled, profile_description
 from mobius_ds.runtime.ranks.errors import DeviceOutOfMemory
-from mobius_ds.runtime.sweeps import pipeline
+from mobius_ds.runtime.sweeps import pipeline, sweep_schedules
 from mobius_ds.schedule.plan import Plan, even_partition
 from mobius_ds.schedule.tasks import Kind, Stream
 
@@ -80,9 +80,10 @@ def test_a_step_takes_its_time_and_no_memory_and_moves_its_bytes(tmp_path):
 
 def test_steps_alike_are_scheduled_once(tmp_path, monkeypatch):
     built = []
-    for name in ("forward_schedule", "backward_schedule", "stage_parameters"):
-        make = getattr(pipeline, name)
-        monkeypatch.setattr(pipeline, name, lambda *args, name=name, make=make: built.append(name) or make(*args))
+    for module, name in ((sweep_schedules, "forward_schedule"), (sweep_schedules, "backward_schedule"),
+                         (pipeline, "stage_parameters")):
+        make = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, name=name, make=make: built.append(name) or make(*args))
     report, _ = rehearsed(tmp_path, planned()[1])
     assert len(report.steps) == 2 and sorted(built) == ["backward_schedule", "forward_schedule", "stage_parameters"]
 

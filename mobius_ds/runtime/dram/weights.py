@@ -14,6 +14,7 @@ from typing import Any, Dict, Iterable, Iterator, Mapping, NamedTuple, Optional,
 import torch
 
 from mobius_ds.runtime.dram.shared_memory import Extent, Handle, Region, aligned, merged
+from mobius_ds.runtime.ranks.process import PIECES, REGIONS
 
 SPARSE_BYTES = 2**44
 """More than a node has of DRAM: offsets are never used twice, and only written pages count."""
@@ -30,7 +31,7 @@ class WeightsRegion(Region):
         self.end = 0
         """Bytes given out so far, the same on all ranks that build the same models."""
         weakref.finalize(self, os.close, fd).atexit = False
-        _REGIONS[_inode(fd)] = self
+        REGIONS[_inode(fd)] = self
 
     @classmethod
     def sparse(cls) -> "WeightsRegion":
@@ -45,7 +46,7 @@ class WeightsRegion(Region):
             PipelineError: the other process cannot be reached through /proc.
         """
         opened = Region.open(handle)
-        known = _REGIONS.get(_inode(opened._fd))
+        known = REGIONS.get(_inode(opened._fd))
         if known is None:
             return cls(opened._fd, opened.nbytes, handle)
         opened.close()
@@ -72,7 +73,7 @@ class WeightsRegion(Region):
 
     def pieces(self) -> Iterator[Tuple["Window", Extent]]:
         """What tensors of this process use, and through which mapping."""
-        for piece in list(_PIECES.values()):
+        for piece in list(PIECES.values()):
             window = piece.window()
             if window is not None and window.region is self:
                 yield window, piece.extent
@@ -120,7 +121,7 @@ class Window(mmap.mmap):
         piece = memoryview(self)[extent.start - self.start:extent.stop - self.start]
         tensor = torch.frombuffer(piece, dtype=dtype).view(tuple(shape))
         address, entry = tensor.data_ptr(), _Piece(weakref.ref(self), extent)
-        _PIECES[address] = entry
+        PIECES[address] = entry
         weakref.finalize(piece, _forget, address, entry).atexit = False
         return tensor
 
@@ -147,16 +148,11 @@ class _Piece(NamedTuple):
     extent: Extent
 
 
-_REGIONS: "weakref.WeakValueDictionary[Tuple[int, int], WeightsRegion]" = weakref.WeakValueDictionary()
-_PIECES: Dict[int, _Piece] = {}
-"""By the address of their first byte, as long as a tensor uses them."""
-
-
 def piece_of(tensor: torch.Tensor) -> Optional[_Piece]:
     """The piece that a tensor fills, if it lies in a region's mapping."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         return None
-    piece = _PIECES.get(tensor.data_ptr())
+    piece = PIECES.get(tensor.data_ptr())
     return piece if piece and piece.extent.nbytes == tensor.numel() * tensor.dtype.itemsize else None
 
 
@@ -206,8 +202,8 @@ def publish(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def _forget(address: int, entry: _Piece) -> None:
-    if _PIECES.get(address) is entry:  # another tensor may lie there by now
-        del _PIECES[address]
+    if PIECES.get(address) is entry:  # another tensor may lie there by now
+        del PIECES[address]
 
 
 def _inode(fd: int) -> Tuple[int, int]:

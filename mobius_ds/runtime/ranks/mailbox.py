@@ -16,7 +16,6 @@ import threading
 import time
 import uuid
 import warnings
-import weakref
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
@@ -26,6 +25,7 @@ from deepspeed.utils import logger
 
 from mobius_ds.runtime.ranks.errors import OutOfStep, PeerLost, PeerOutOfMemory, PeerTimeout, PipelineError
 from mobius_ds.runtime.ranks.node import Node, check_one_node
+from mobius_ds.runtime.ranks.process import MAILBOXES
 from mobius_ds.runtime.ranks.standing import Standing, Wait, standing, who_holds_up
 
 # What torch says of its own class when the structure of a microbatch's arguments is unpickled.
@@ -78,7 +78,7 @@ class Mailbox:
         self._closed = False
         self._sending = {peer: threading.Lock() for peer in range(world_size)}
         self._connections = self._connect(exchange)
-        _MAILBOXES.add(self)
+        MAILBOXES.add(self)
         self._receiver = threading.Thread(target=self._receive, name="mobius-mailbox", daemon=True)
         self._receiver.start()
 
@@ -330,19 +330,16 @@ class Mailbox:
         return kind in (_MESSAGE, _ANSWER)
 
 
-_MAILBOXES: "weakref.WeakSet[Mailbox]" = weakref.WeakSet()
-
-
 def _close_inherited() -> None:
     # A forked child (a data loader's worker) holds copies of the connections: they would stay open after this
     # process died, and no peer would notice.
-    for mailbox in _MAILBOXES:
+    for mailbox in MAILBOXES:
         for connection in mailbox._connections.values():
             connection.close()
 
 
 def _say_goodbye() -> None:
-    for mailbox in list(_MAILBOXES):
+    for mailbox in list(MAILBOXES):
         if getattr(sys, "last_value", None) is not None and not mailbox._closed:  # the script ends by this error
             mailbox.fail(sys.last_value)
         mailbox.close()

@@ -9,13 +9,12 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
+from typing import Any, Callable, Iterable, List, Optional, Tuple
+
+from mobius_ds.runtime.ranks.process import TRACES
 
 LARGEST_FILE = 256 * 2**20
 """Bytes at which recording stops: some 800,000 tasks, which Perfetto still opens."""
-
-_started: Dict[Path, int] = {}
-"""How many files this process has started at a path: each of its engines gets one of its own."""
 
 
 class TraceFile:
@@ -81,9 +80,9 @@ def open_trace(path: str, rank: int, ranks: int, gather: Callable[[str, Any], Li
 
 def _start(path: Path) -> Tuple[Path, float]:
     """Makes the file of this process's next engine. Returns its path, and what is zero in it."""
-    _started[path] = _started.get(path, 0) + 1
-    if _started[path] > 1:
-        path = path.with_name(f"{path.stem}-{_started[path]}{path.suffix}")
+    TRACES[path] = TRACES.get(path, 0) + 1
+    if TRACES[path] > 1:
+        path = path.with_name(f"{path.stem}-{TRACES[path]}{path.suffix}")
     if path.exists() and not path.is_file():
         raise OSError("it is there and is no file")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,6 @@ import torch
 from mobius_ds.model.intercept import Entry
 from mobius_ds.model.mode import Mode
 from mobius_ds.model.program import Program
-from mobius_ds.runtime.device.random import mixed
 from mobius_ds.runtime.sweeps.signatures import Inputs, Signatures
 from mobius_ds.runtime.sweeps.sweep import TensorLeaf
 
@@ -32,13 +31,11 @@ class Announcer:
 
     Args:
         device: of the microbatches.
-        seed: of the job.
         trace: a forward's program.
     """
 
-    def __init__(self, device: torch.device, seed: int, trace: Callable[[Entry, tuple, dict], Program]):
+    def __init__(self, device: torch.device, trace: Callable[[Entry, tuple, dict], Program]):
         self._device = device
-        self._seed = seed
         self._trace = trace
         self._signatures = Signatures(trace)
         self._traced: set = set()
@@ -46,12 +43,12 @@ class Announcer:
         """By signature; the same on every rank after each gather."""
 
     def announce(self, entry: Entry, mode: Mode, batch: Batch, leaves: List[Any], structure: Any,
-                 seed: Tuple[int, int]) -> Announcement:
+                 seed: int) -> Announcement:
         """Of one microbatch.
 
         Args:
             leaves, structure: those of ``batch``.
-            seed: (step, number within the step over all ranks), for its random numbers.
+            seed: for its random numbers.
 
         Raises:
             ValueError: an input requires a gradient.
@@ -72,7 +69,7 @@ class Announcer:
             shipped.append(TensorLeaf(tensors) if isinstance(leaf, torch.Tensor) else leaf)
             tensors += isinstance(leaf, torch.Tensor)
         nbytes = sum(leaf.numel() * leaf.dtype.itemsize for leaf in leaves if isinstance(leaf, torch.Tensor))
-        return Announcement(signature, program, tuple(shipped), structure, nbytes, mixed(self._seed, *seed))
+        return Announcement(signature, program, tuple(shipped), structure, nbytes, seed)
 
     def learn(self, announcements: List[List[Announcement]]) -> None:
         """Takes the programs that come with announcements, by rank."""

@@ -25,6 +25,7 @@ from mobius_ds.model.wrappers import forward_of
 from mobius_ds.profiling.traced_model import TracedModel
 from mobius_ds.runtime.device.device import Device
 from mobius_ds.runtime.device.ledger import Bytes, Ledger, no_bytes
+from mobius_ds.runtime.device.random import mixed
 from mobius_ds.runtime.dram.activations import SEGMENT_BYTES, ActivationStore
 from mobius_ds.runtime.dram.adoption import move_into_store
 from mobius_ds.runtime.dram.memory_estimate import Dram, OptimizerMemory, activation_bytes, check_dram, training_parts
@@ -94,7 +95,7 @@ class Pipeline:
         self._model = model
         self._forward = forward_of(model)
         self._entries: Dict[Callable, Entry] = {}
-        self._announcer = Announcer(self.device.torch_device, self.seed, self._trace)
+        self._announcer = Announcer(self.device.torch_device, self._trace)
         self._reference: Optional[Program] = None
         self._owner: Dict[str, int] = {}
         self._updated_by: Dict[int, List[str]] = {}
@@ -169,7 +170,7 @@ class Pipeline:
         tensors = [[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] for leaves, _ in flat]
         mode = Mode(self._model)
         with self.mailbox.told():
-            announced = [self._announcer.announce(entry, mode, batch, leaves, structure, seed)
+            announced = [self._announcer.announce(entry, mode, batch, leaves, structure, mixed(self.seed, *seed))
                          for batch, (leaves, structure), seed in zip(batches, flat, seeds)]
         modes, gathered = zip(*self._gather("forward", (mode.digest, announced)))
         if len(set(modes)) > 1:
