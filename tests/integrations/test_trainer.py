@@ -226,7 +226,7 @@ class Generating(TrainerCallback):
         rank = args.process_index
         prompt = {"input_ids": texts(1, seed=10 + rank)[0]["input_ids"].unsqueeze(0)}
         self.texts.append(model.generate(**prompt, max_new_tokens=6, do_sample=False, use_cache=False).tolist())
-        if state.global_step == 2 and type(model.forward).__name__ == "_Routed":
+        if state.global_step == 2 and type(model.forward).__name__ == "RoutedForward":
             self.cached = failure(lambda: model.generate(**prompt, max_new_tokens=2, do_sample=False))
 
 
