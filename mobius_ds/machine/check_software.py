@@ -12,7 +12,7 @@ from mobius_ds.machine.build_locks import is_abandoned
 from mobius_ds.machine.finding import NOTE, PROBLEM, Finding
 from mobius_ds.machine.gpu_probe import TorchReport
 from mobius_ds.machine.topology_sources import Command, SourceMissing, run_command
-from mobius_ds.names import FLAG_VARIABLE, HOOK_FILE, KNOWN_DEEPSPEED
+from mobius_ds.names import CACHE_VARIABLE, FLAG_VARIABLE, HOOK_FILE, KNOWN_DEEPSPEED
 
 TESTED = {"transformers": "5.24.", "accelerate": "1.15.", "peft": "0.21.", "trl": "1.16."}
 """Releases that the tests run on; ``setup.py`` installs the same for them."""
@@ -138,7 +138,7 @@ def judge_extensions(folder: Path) -> Finding:
 
 def ask_plans(environment: Mapping[str, str]) -> Iterator[Finding]:
     """The cache of plans."""
-    given = environment.get("MOBIUS_DS_CACHE")
+    given = environment.get(CACHE_VARIABLE)
     yield judge_plans(Path(given) if given else Path.home() / ".cache" / "mobius_ds" / "plans")
 
 
@@ -146,7 +146,7 @@ def judge_plans(folder: Path) -> Finding:
     """Whether plans can be kept."""
     nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
-        return Finding("plans", f"{folder} cannot be written", NOTE, "Jobs plan anew each time: set MOBIUS_DS_CACHE.")
+        return Finding("plans", f"{folder} cannot be written", NOTE, f"Jobs plan anew each time: set {CACHE_VARIABLE}.")
     return Finding("plans", f"{len(list(folder.glob('*.json')))} in {folder}")
 
 
