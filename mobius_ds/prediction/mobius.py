@@ -43,5 +43,5 @@ def predict_mobius(profile: ModelProfile, topology: Topology, plan: Plan,
     schedules = [forward_schedule(plan, home, volumes, slots), backward_schedule(plan, home, volumes, {}, slots=slots)]
     problem = problem_of(profile, topology, microbatches, mapping=lambda stages: plan.gpu_of_stage)
     return predicted("mobius", schedules, costs, links, topology,
-                       step_seconds(problem, plan.layers_per_stage).update,
-                       [need.total for need in gpu_memory(problem, plan.layers_per_stage)])
+                     step_seconds(problem, plan.layers_per_stage).update,
+                     [need.total for need in gpu_memory(problem, plan.layers_per_stage)])

@@ -26,7 +26,7 @@ def predict_gpipe(profile: ModelProfile, topology: Topology, microbatches: Optio
         memory.append(int(ON_GPU_BYTES_PER_PARAMETER * parameters) + kept + max(layer.working_bytes for layer in stage))
     schedule = gpipe_schedule(topology.size, microbatches, [stage[-1].boundary_bytes for stage in stages])
     return predicted("gpipe", [schedule], pipeline_costs(profile, topology, plan), bandwidths(topology), topology, 0.0,
-                       memory)
+                     memory)
 
 
 def predict_roundpipe(profile: ModelProfile, topology: Topology, microbatches: Optional[int] = None,

@@ -23,8 +23,8 @@ def predict_zero3_offload(profile: ModelProfile, topology: Topology) -> Predicti
     problem = problem_of(profile, topology, topology.size)
     update = sum(map(problem.update_seconds, profile.layers)) / topology.size  # every rank its shard, all at once
     return predicted("zero3-offload", [zero3_offload_schedule(profile.layers, topology.size)],
-                       zero3_costs(profile.layers, topology), bandwidths(topology), topology, update,
-                       [memory] * topology.size)
+                     zero3_costs(profile.layers, topology), bandwidths(topology), topology, update,
+                     [memory] * topology.size)
 
 
 def offloaded_bytes(profile: ModelProfile) -> int:
@@ -98,4 +98,4 @@ def _of_others(profile: ModelProfile, topology: Topology, gathered: int, reduced
 def _on_gpu(name: str, layers: Sequence[LayerProfile], profile: ModelProfile, topology: Topology,
             state_bytes: int) -> Prediction:
     return predicted(name, [zero3_offload_schedule(layers, topology.size)], collective_costs(layers, topology),
-                       bandwidths(topology), topology, 0.0, [state_bytes + _activation_bytes(profile)] * topology.size)
+                     bandwidths(topology), topology, 0.0, [state_bytes + _activation_bytes(profile)] * topology.size)

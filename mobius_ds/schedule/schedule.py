@@ -21,7 +21,7 @@ In the rows a task stands to the right of all that it waits for. Only their orde
 import re
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Collection, Dict, List, Optional, Tuple
+from typing import Collection, Dict, List, Optional, Sequence, Tuple
 
 from mobius_ds.schedule.tasks import Key, Stream, Task
 
@@ -30,8 +30,8 @@ FORWARD, OUTPUTS, BACKWARD = "forward", "outputs", "backward"
 
 Row = Tuple[int, Stream]
 """A GPU and one of its streams."""
-_WIDEST = 16
-"""Columns around a task that an excerpt shows."""
+_AROUND = 4
+"""Columns on either side of a task that an excerpt shows, and the most tasks that it is about."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,10 +84,10 @@ class Schedule:
     def table(self, marked: Collection[Key] = ()) -> List[str]:
         """Its rows, with an arrow under each marked task; of a large schedule only what is around these."""
         column = _columns(self)
-        shown = sorted(set(column.values()))
-        if marked and len(shown) > _WIDEST:
-            first = max(0, min(column[key] for key in marked if key in column) - _WIDEST // 2)
-            shown = [number for number in shown if first <= number < first + _WIDEST]
+        about = [column[key] for key in list(marked)[:_AROUND] if key in column]
+        shown = [number for number in sorted(set(column.values()))
+                 if not about or any(abs(number - place) <= _AROUND for place in about)]
+        gaps = ["   " if after == before + 1 else " ... " for before, after in zip(shown, shown[1:])]
         rows = {row: {column[task.key]: str(task.key) for task in tasks} for row, tasks in self.rows().items()}
         rows = {row: cells for row, cells in rows.items() if not marked or set(cells) & set(shown)}
         width = {number: max((len(cells.get(number, "")) for cells in rows.values()), default=0) for number in shown}
@@ -95,11 +95,12 @@ class Schedule:
         margin = max(map(len, titles.values()), default=0)
         lines = []
         for row, cells in rows.items():
-            lines.append(" | ".join([titles[row].ljust(margin),
-                                     *(cells.get(number, "").ljust(width[number]) for number in shown)]))
+            lines.append(_line(titles[row].ljust(margin), [cells.get(number, "").ljust(width[number]) for number in shown],
+                               [gap.replace("   ", " | ") for gap in gaps], " | "))
             arrows = {number: "^" * len(name) for number, name in cells.items() if name in map(str, marked)}
             if arrows.keys() & set(shown):
-                lines.append("   ".join([" " * margin, *(arrows.get(number, "").ljust(width[number]) for number in shown)]))
+                lines.append(_line(" " * margin, [arrows.get(number, "").ljust(width[number]) for number in shown],
+                                   [" " * len(gap) for gap in gaps], "   "))
         return [line.rstrip() for line in lines]
 
     @classmethod
@@ -130,6 +131,11 @@ class Schedule:
         if astray or details:
             raise ValueError("; ".join(astray + [f"{key} stands in no row" for key in details]))
         return cls(named[1], int(named[2]), tuple(tasks))
+
+
+def _line(title: str, cells: Sequence[str], gaps: Sequence[str], first: str) -> str:
+    """A title and cells, with what stands between them."""
+    return title + "".join(gap + cell for gap, cell in zip([first, *gaps], cells))
 
 
 def _parsed_row(line: str) -> Tuple[int, Stream, List[Key]]:

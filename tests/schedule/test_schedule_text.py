@@ -97,3 +97,11 @@ def test_a_circle_is_shown_as_well():
     schedule = Schedule("forward", 1, (Task(first, 0, 0, (second,)), Task(second, 0, 8, (first,))))
     with pytest.raises(InvalidSchedule, match=r"in a circle: 0F0 waits for 0W waits for 0F0\n(.|\n)*\^\^\^"):
         check_schedule(schedule, plan)
+
+
+def test_tasks_far_apart_are_both_pointed_at():
+    plan = make_plan(32, 8, stages=32)
+    schedule = forward_schedule(plan, list(range(8)), equal_volumes(32, 8))
+    table = schedule.table([Key(Kind.FORWARD, 2, 0), Key(Kind.FORWARD, 30, 7)])
+    pointed = [row[below.index("^"):below.rindex("^") + 1] for row, below in zip(table, table[1:]) if "^" in below]
+    assert pointed == ["2F0", "30F7"] and " ... " in table[0] and max(map(len, table)) < 160
