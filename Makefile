@@ -24,7 +24,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: test chaos soak compare paper venv unlock clean
 
 test: venv unlock
-	@echo "Tests: about 8 minutes on 2 cores; a dot is a test that passed."
+	@echo "Tests: about a quarter of an hour on 2 cores; a dot is a test that passed."
 	@$(VENV)/bin/python -m pytest -q -n 2 --dist worksteal $(ARGS)
 
 # Nightly: 200 seeds of random delays on every example model, and 2,000 steps with evaluation and checkpoints.
