@@ -9,7 +9,7 @@ modules that own parameters and hold no layer: embeddings, final norms, heads.
 import difflib
 import fnmatch
 from dataclasses import dataclass
-from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 
 from torch import nn
 
@@ -28,22 +28,12 @@ class Units:
     """Names of each unit's parameters. A tied parameter has one name, its first in ``named_parameters()``."""
 
 
-class Declared(NamedTuple):
-    """How many layers there are to cut between, as far as a model's modules tell; which of them a forward runs does not
-    count yet."""
-
-    layers: int
-    """If a forward runs every unit once, in the order in which the model has them. Outer units between two layers are one."""
-    most: int
-    """In whatever order it runs them, each at most once."""
-
-
-def declared_layers(model: nn.Module, units: Units) -> Declared:
-    """Counts a model's layers before any forward."""
+def declared_layers(model: nn.Module, units: Units) -> int:
+    """How many layers there are to cut between if a forward runs every unit once, in the order in which the model has them.
+    Outer units between two layers are one. Only a forward shows which of them it runs, and how often."""
     kinds = [name in units.layers for name, _ in model.named_modules() if name in units.modules]
-    runs = sum(not is_layer and (index == 0 or kinds[index - 1]) for index, is_layer in enumerate(kinds))
-    layers, outer = sum(kinds), len(kinds) - sum(kinds)
-    return Declared(layers + runs, layers + min(outer, layers + 1))
+    between = sum(not is_layer and (index == 0 or kinds[index - 1]) for index, is_layer in enumerate(kinds))
+    return sum(kinds) + between
 
 
 def find_units(model: nn.Module, patterns: Optional[Sequence[str]] = None,

@@ -28,7 +28,7 @@ SECTION = [
     Case("stages is a flag", {"stages": True}, "stages: Input should be a valid integer, got True"),
     Case("layers_per_stage as text", {"layers_per_stage": "2"}, "should be a positive number, or a list of them"),
     Case("no layers_per_stage", {"layers_per_stage": []}, "should be a positive number, or a list of them"),
-    Case("more stages than layers", {"stages": 99}, "the model has only 6 layers. Ask for 6 at most. If its layers run "
+    Case("more stages than layers", {"stages": 7}, "the model has only 6 layers. Ask for 6 at most. If its layers run "
          "several times in a forward, list layers_per_stage instead"),
     Case("stages and layers_per_stage", {"stages": 3, "layers_per_stage": 2}, "leave one of the two out"),
     Case("plan and stages", {"plan": "plan.json", "stages": 3}, "plan fixes the stages; leave stages"),

@@ -3,30 +3,28 @@
 from mobius_ds.config import MobiusConfig
 from mobius_ds.inputs.topology import Topology, TopologyError
 from mobius_ds.machine.topology_detection import topology_by_name
-from mobius_ds.model.discovery import Declared
 from mobius_ds.planner.plan_files import check_plan, from_json
 from mobius_ds.schedule.plan import InfeasiblePlan, make_plan
 
 
-def check_config(config: MobiusConfig, declared: Declared, ranks: int) -> None:
-    """Refuses what no forward of the model can make right.
+def check_config(config: MobiusConfig, layers: int, ranks: int) -> None:
+    """Refuses a config by what is known before any forward.
 
-    A layer may run several times in a forward, so that there are more layers to cut between than the model declares.
-    Only the first forward tells. Until then ``stages`` counts those that are declared; ``layers_per_stage``, whoever
-    lists it, is believed to know.
+    Args:
+        layers: that the model declares. One that runs several times in a forward counts once here, so ``stages`` cannot
+            exceed them; ``layers_per_stage`` and a plan, which list every run, are held against the first forward.
 
     Raises:
         InfeasiblePlan: there are more stages than layers.
         TopologyError: the topology cannot be read, or has fewer GPUs than the job has ranks.
-        ValueError: the plan cannot be read, is for another number of GPUs or has more layers than the model.
+        ValueError: the plan cannot be read, or is for another number of GPUs.
     """
     if config.plan is not None:
         plan = from_json(config.plan).plan
-        planned = sum(plan.layers_per_stage)
-        check_plan(plan, declared.layers if planned > declared.most else planned, ranks, config.plan)
-    elif config.stages is not None and config.stages > declared.most:
+        check_plan(plan, sum(plan.layers_per_stage), ranks, config.plan)
+    elif config.stages is not None and config.stages > layers:
         try:
-            make_plan(declared.layers, ranks, config.stages)
+            make_plan(layers, ranks, config.stages)
         except InfeasiblePlan as error:
             raise InfeasiblePlan(f"{error}. If its layers run several times in a forward, list layers_per_stage "
                                  "instead") from None
