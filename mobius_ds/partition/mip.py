@@ -7,7 +7,7 @@ run and stage instead of a binary for each layer and stage. Binaries say only wh
 
 The step is a longest path, so every "starts after" is one inequality, and minimising the end makes the right ones
 tight: no big M. Two starts of each stage stand for those of all microbatches; see Note [first and last] in
-partition_cost.py, whose `step_seconds` computes the same for a partition that is given.
+step_time.py, whose `step_seconds` computes the same for a partition that is given.
 """
 
 from itertools import groupby
@@ -324,6 +324,11 @@ class PartitionMip:
         model.setOptionValue("mip_rel_gap", gap)
         model.changeColBounds(self.end.index, 0.0, cutoff / MS)
         self._run()
+        if model.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
+            # HiGHS 1.16's presolve has called programs infeasible that are not: what it says is asked again without.
+            model.setOptionValue("presolve", "off")
+            self._run()
+            model.setOptionValue("presolve", "choose")
         status, info = model.getModelStatus(), model.getInfo()
         if status == highspy.HighsModelStatus.kInfeasible:
             return Outcome(None, cutoff, True)
