@@ -80,7 +80,7 @@ def problems(draw, most_layers=8):
                    update_bandwidth=draw(st.sampled_from([float("inf"), 2e10])))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(problems())
 def test_equals_brute_force(case):
     shortest = brute_force(case)
