@@ -65,7 +65,9 @@ def test_a_rank_that_is_killed_ends_the_others_at_once(tmp_path, ranks, victim, 
         assert end.kind == "PeerLost", end
         assert f"rank {victim} is gone (its process died) while rank" in end.text and "waited for" in end.text
         if place in ("forward", "backward"):
-            assert re.search(r"waited for \w+ out of stage \d \(.+\) for microbatch \d of rank \d", end.text), end
+            # On a busy machine a rank may still be waiting for what the victim has to give at home.
+            waited = r"waited for (\w+ out of stage \d \(.+\)|(inputs|output gradients)) for microbatch \d of rank \d"
+            assert re.search(waited, end.text), end
     assert max(end.at for end in ended) - min(end.at for end in ended) < LONG / 2
 
 
