@@ -16,7 +16,7 @@ RANDOM_STATE = "_mobius_random_state"
 """Attribute of a ``PipelineModule``: the state of torch's generator when its layers were built."""
 
 CHECKPOINT_MARK = "mobius.json"
-"""File of a checkpoint that Mobius saved."""
+"""A file in every checkpoint that Mobius has written: its format, its seed, and the files of each parameter."""
 
 TRACE_FILE = "trace.json"
 """In the folder of a comparison's Mobius arm."""

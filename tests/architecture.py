@@ -98,7 +98,7 @@ def imports() -> Iterator[Import]:
         at_top = {id(node) for node in tree.body}
         for node in ast.walk(tree):
             for module in _imported(node):
-                yield Import(_name(path), node.lineno, module, id(node) not in at_top)
+                yield Import(module_of(path), node.lineno, module, id(node) not in at_top)
 
 
 def _imported(node: ast.AST) -> List[str]:
@@ -112,8 +112,8 @@ def _imported(node: ast.AST) -> List[str]:
     return []
 
 
-def _name(path: Path) -> str:
-    """The module's."""
+def module_of(path: Path) -> str:
+    """The name of a file's module."""
     return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -157,7 +157,7 @@ def class_names() -> Dict[str, List[str]]:
                   and isinstance(node.targets[0], ast.Name) and node.targets[0].id.lstrip("_")[:1].isupper()
                   and not node.targets[0].id.isupper()]
         for name in names:
-            where.setdefault(name.lstrip("_"), []).append(_name(path))
+            where.setdefault(name.lstrip("_"), []).append(module_of(path))
     return {name: modules for name, modules in where.items() if len(modules) > 1}
 
 

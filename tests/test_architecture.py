@@ -14,7 +14,7 @@ ROOT = PACKAGE.parent
 
 
 def test_every_room_is_in_the_table_and_says_what_it_is_for():
-    assert {room_of(architecture._name(path)) for path in files()} - {"runtime"} == set(ROOMS)
+    assert {room_of(architecture.module_of(path)) for path in files()} - {"runtime"} == set(ROOMS)
     assert not [room for room, says in purposes().items() if not says]
 
 

@@ -19,7 +19,6 @@ from mobius_ds.names import ADOPTED, KNOWN_DEEPSPEED, RANDOM_STATE, RECORD_VARIA
 if TYPE_CHECKING:
     from mobius_ds.config import MobiusConfig
 
-
 __all__ = ["install"]
 
 

@@ -93,11 +93,11 @@ class Schedule:
         width = {number: max((len(cells.get(number, "")) for cells in rows.values()), default=0) for number in shown}
         titles = {row: f"gpu {row[0]} {row[1].value}" for row in rows}
         margin = max(map(len, titles.values()), default=0)
-        lines = []
+        names, lines = set(map(str, marked)), []
         for row, cells in rows.items():
             lines.append(_line(titles[row].ljust(margin), [cells.get(number, "").ljust(width[number]) for number in shown],
                                [gap.replace("   ", " | ") for gap in gaps], " | "))
-            arrows = {number: "^" * len(name) for number, name in cells.items() if name in map(str, marked)}
+            arrows = {number: "^" * len(name) for number, name in cells.items() if name in names}
             if arrows.keys() & set(shown):
                 lines.append(_line(" " * margin, [arrows.get(number, "").ljust(width[number]) for number in shown],
                                    [" " * len(gap) for gap in gaps], "   "))

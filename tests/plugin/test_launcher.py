@@ -126,3 +126,11 @@ def test_verbs(arguments, status, capsys):
     assert ended.value.code == status
     printed = capsys.readouterr()
     assert "run" in printed.out + printed.err and "compare" in printed.out + printed.err
+
+
+@pytest.mark.parametrize("module", ["launcher", "profiled_script"])
+def test_what_runs_a_script_leaves_it_to_load_torch(module):
+    """It may have something to set up first."""
+    loaded = subprocess.run([sys.executable, "-c", f"import mobius_ds.plugin.{module}, sys; print(*sys.modules)"],
+                            text=True, capture_output=True, check=True, cwd=ROOT).stdout.split()
+    assert f"mobius_ds.plugin.{module}" in loaded and not {"torch", "deepspeed", "transformers"} & set(loaded)

@@ -4,7 +4,7 @@ from mobius_ds.config import MobiusConfig
 from mobius_ds.inputs.topology import Topology, TopologyError
 from mobius_ds.machine.topology_detection import topology_by_name
 from mobius_ds.planner.plan_files import check_plan, from_json
-from mobius_ds.schedule.plan import InfeasiblePlan, make_plan
+from mobius_ds.schedule.plan import InfeasiblePlan, even_partition
 
 
 def check_config(config: MobiusConfig, layers: int, ranks: int) -> None:
@@ -22,9 +22,9 @@ def check_config(config: MobiusConfig, layers: int, ranks: int) -> None:
     if config.plan is not None:
         plan = from_json(config.plan).plan
         check_plan(plan, sum(plan.layers_per_stage), ranks, config.plan)
-    elif config.stages is not None and config.stages > layers:
+    elif config.stages is not None:
         try:
-            make_plan(layers, ranks, config.stages)
+            even_partition(layers, config.stages)
         except InfeasiblePlan as error:
             raise InfeasiblePlan(f"{error}. If its layers run several times in a forward, list layers_per_stage "
                                  "instead") from None
